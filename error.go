@@ -25,6 +25,9 @@ const (
 	CodeTimeout          Code = "timeout"               // it did not finish in its time
 	CodeDiskFull         Code = "disk_full"             // the sandbox's disk is full
 	CodeSandboxUnhealthy Code = "sandbox_unhealthy"     // the agent inside does not answer, or answers nonsense
+	CodeMethod           Code = "method_not_allowed"    // the path exists, not with this method
+	CodeShuttingDown     Code = "shutting_down"         // the server stops; sandboxes run on, call again
+	CodeUnavailable      Code = "unavailable"           // the server's own storage or node fails; Fields: retry_after_s
 	CodeInternal         Code = "internal"              // ours to fix
 )
 

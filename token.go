@@ -44,6 +44,7 @@ type Token struct {
 	ID        ID
 	Project   ID // empty: every project of Org
 	Org       ID
+	User      ID // who it was made for; empty: nobody
 	Name      string
 	Role      Role
 	Scopes    []Scope
