@@ -42,6 +42,8 @@ type Spec struct {
 	ID       sandlot.ID // becomes the machine's directory, cgroup, link and namespace name
 	Template sandlot.Template
 	Size     sandlot.Size
+	// Pooled: nobody waits for this machine. It has a small share of the CPU until Resize.
+	Pooled bool
 }
 
 // Parts says where the time of a Create went.

@@ -1,0 +1,31 @@
+package hostos
+
+import (
+	"fmt"
+	"os"
+	"runtime"
+
+	"golang.org/x/sys/unix"
+)
+
+// MakeNetns makes a network namespace with nothing in it but a loopback device that is down, and binds it
+// to path, which keeps it alive until Unmount(path).
+func MakeNetns(path string) error {
+	f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0o400)
+	if err != nil {
+		return err
+	}
+	f.Close()
+	done := make(chan error, 1)
+	go func() {
+		// The thread leaves the host's namespace for good: it is never unlocked, so it ends with the goroutine.
+		runtime.LockOSThread()
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			done <- fmt.Errorf("network namespace: %w", err)
+			return
+		}
+		src := fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid())
+		done <- unix.Mount(src, path, "", unix.MS_BIND, "")
+	}()
+	return <-done
+}
