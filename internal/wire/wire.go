@@ -55,6 +55,9 @@ const (
 	PathSink      = "/bench/sink"    // POST bytes → discarded
 	PathSource    = "/bench/source"  // GET ?bytes=N → zeros
 	PathForkExec  = "/bench/exec"    // POST Exec → Bench: the agent's own fork+exec, measured inside
+
+	// TrailerError, an Error as JSON, follows the body of an answer that could not be finished.
+	TrailerError = "X-Sandlot-Error"
 )
 
 // Identity makes a machine somebody's sandbox. It comes once, before any user code runs.
@@ -113,6 +116,7 @@ type Started struct {
 // Process describes one that the agent started, or (Agent false) any other inside.
 type Process struct {
 	PID        int       `json:"pid"`
+	Agent      bool      `json:"agent"`
 	Argv       []string  `json:"argv"`
 	User       string    `json:"user"`
 	StartedAt  time.Time `json:"started_at"`
@@ -171,7 +175,7 @@ const (
 	FrameStdout  byte = 1
 	FrameStderr  byte = 2
 	FrameExit    byte = 3 // Exit as JSON; the last frame
-	FrameStarted byte = 4 // Started as JSON; the first frame of an exec
+	FrameStarted byte = 4 // Started as JSON; the first frame of an exec. PID 0: the program could not be started
 	FrameEvent   byte = 5 // JSON
 	FramePing    byte = 6 // empty, each 15 s of silence
 	FrameError   byte = 7 // Error as JSON; the last frame
@@ -180,17 +184,23 @@ const (
 	FrameHeader = 5
 )
 
-// WriteFrame writes one frame with a single Write.
-func WriteFrame(w io.Writer, kind byte, payload []byte) error {
-	if len(payload) > MaxFrame {
-		return fmt.Errorf("wire: a frame of %d bytes is over %d", len(payload), MaxFrame)
+// AppendFrame appends one frame to buf. A payload over MaxFrame becomes several frames.
+func AppendFrame(buf []byte, kind byte, payload []byte) []byte {
+	for {
+		n := min(len(payload), MaxFrame)
+		buf = append(buf, kind, 0, 0, 0, 0)
+		binary.BigEndian.PutUint32(buf[len(buf)-4:], uint32(n)) //nolint:gosec // at most MaxFrame
+		buf = append(buf, payload[:n]...)
+		if payload = payload[n:]; len(payload) == 0 {
+			return buf
+		}
 	}
-	buf := make([]byte, FrameHeader+len(payload))
-	buf[0] = kind
-	binary.BigEndian.PutUint32(buf[1:], uint32(len(payload)))
-	copy(buf[FrameHeader:], payload)
-	_, err := w.Write(buf)
-	return err
+}
+
+// PutHeader fills in the header of a frame whose payload of n bytes is, or will be, right behind it.
+func PutHeader(h []byte, kind byte, n int) {
+	h[0] = kind
+	binary.BigEndian.PutUint32(h[1:FrameHeader], uint32(n)) //nolint:gosec // the caller's buffer bounds it
 }
 
 // ReadFrame reads one frame into buf, which it grows when needed and returns resliced as the payload. A
