@@ -60,7 +60,7 @@ func destPath(p string) (string, error) {
 	if !path.IsAbs(p) {
 		return "", fmt.Errorf("dest %q must be absolute", p)
 	}
-	return imagePath(strings.TrimLeft(p, "/") + "/.")
+	return imagePath("./" + strings.TrimLeft(p, "/"))
 }
 
 func (t *tree) header(h *tar.Header, p string) error {
