@@ -32,6 +32,7 @@ import (
 // Capabilities declare what differs between engines. Callers look here, never at the type.
 type Capabilities struct {
 	Isolation sandlot.Isolation
+	Survives  bool // machines outlive the process that made them, so Adopt can succeed
 	Resize    bool // Machine.Resize works on a ready machine
 	Pause     bool
 	Snapshot  bool

@@ -34,7 +34,7 @@ const Name = "gvisor"
 // Config says where an engine works and with what.
 type Config struct {
 	StateDir  string // exists; root's alone
-	RunDir    string // "" for /run/sandlot/<hash of StateDir>; every parent must be searchable by anybody
+	RunDir    string // "" for RunDir(StateDir); every parent must be searchable by anybody
 	Runsc     string // the pinned runsc
 	Agent     string // the agent's static binary
 	FreeFloor int64  // bytes that must stay free below StateDir for a Create; 0 for DefaultFreeFloor
@@ -69,10 +69,8 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 	if err != nil {
 		return nil, err
 	}
-	sum := sha256.Sum256([]byte(state))
-	tag := hex.EncodeToString(sum[:4])
 	if cfg.RunDir == "" {
-		cfg.RunDir = "/run/sandlot/" + tag
+		cfg.RunDir = RunDir(state)
 	}
 	if cfg.FreeFloor == 0 {
 		cfg.FreeFloor = DefaultFreeFloor
@@ -81,7 +79,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	cfg.StateDir = state
-	e := &Engine{cfg: cfg, machines: filepath.Join(state, "machines"), group: "/sandlot-" + tag, slots: map[int]sandlot.ID{}}
+	e := &Engine{cfg: cfg, machines: filepath.Join(state, "machines"), group: "/sandlot-" + tag(state), slots: map[int]sandlot.ID{}}
 	if e.cgroups, err = hostos.DetectCgroups(); err != nil {
 		return nil, sandlot.Wrap(err, sandlot.CodeUnsupported, "%v", err)
 	}
@@ -112,12 +110,21 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 	return e, nil
 }
 
+// RunDir is where an engine with this state directory, an absolute path, keeps its mount points.
+func RunDir(stateDir string) string { return "/run/sandlot/" + tag(stateDir) }
+
+// tag tells apart what several servers of one host make outside their state directories.
+func tag(stateDir string) string {
+	sum := sha256.Sum256([]byte(stateDir))
+	return hex.EncodeToString(sum[:4])
+}
+
 // Name implements engine.Engine.
 func (e *Engine) Name() string { return Name }
 
 // Capabilities implements engine.Engine.
 func (e *Engine) Capabilities() engine.Capabilities {
-	return engine.Capabilities{Isolation: sandlot.IsolationGVisor, Resize: true}
+	return engine.Capabilities{Isolation: sandlot.IsolationGVisor, Survives: true, Resize: true}
 }
 
 // Close implements engine.Engine. The machines' handles belong to their holders.

@@ -235,6 +235,9 @@ func (e *Engine) Adopt(ctx context.Context, want engine.Record) (engine.Machine,
 
 // Reap implements engine.Engine.
 func (e *Engine) Reap(ctx context.Context, want engine.Record) error {
+	if _, err := sandlot.ParseID(string(want.ID)); err != nil {
+		return err
+	}
 	rec, err := e.readRecord(want.ID)
 	if sandlot.ErrorCode(err) == sandlot.CodeNotFound {
 		return nil
