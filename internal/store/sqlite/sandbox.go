@@ -28,7 +28,7 @@ func (s *Store) prepare(ctx context.Context) error {
 			VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
 		&s.stmts.insertEvent: `INSERT INTO events (sandbox, at, kind, name, message, fields) VALUES (?, ?, ?, ?, ?, ?)`,
 		&s.stmts.insertUsage: `INSERT INTO usage (sandbox, project, org, vcpu, memory_mb, state, start_at) VALUES (?, ?, ?, ?, ?, ?, ?)`,
-		&s.stmts.insertKey:   `INSERT INTO idempotency (project, key, body_hash, sandbox, created_at) VALUES (?, ?, ?, ?, ?)`,
+		&s.stmts.insertKey:   `INSERT OR REPLACE INTO idempotency (project, key, body_hash, sandbox, created_at) VALUES (?, ?, ?, ?, ?)`,
 	} {
 		st, err := s.write.PrepareContext(ctx, text)
 		if err != nil {
