@@ -177,6 +177,11 @@ func TestBuildDoesOnlyWhatChanged(t *testing.T) {
 	if !strings.Contains(b.log.String(), "[2/5] files, 2: cached") {
 		t.Errorf("the first files step was not cached:\n%s", &b.log)
 	}
+	define(t, b.defs, "x", filesOnly, files)
+	b.log.Reset()
+	if back, err := b.build(t.Context(), dir); err != nil || back != first || strings.Contains(b.log.String(), "image") {
+		t.Errorf("back to the first: %s, %v\n%s", back, err, &b.log)
+	}
 }
 
 func TestBuildFailureNamesTheStepAndLeavesNothing(t *testing.T) {

@@ -170,8 +170,7 @@ func (s *Store) add(ctx context.Context, m *manifest, started time.Time, fresh b
 		return err
 	}
 	defer lock.Close()
-	old, err := s.manifest(m.Name)
-	if err == nil && old.ImageKey == m.ImageKey && !fresh {
+	if old := s.versionWith(m.Name, m.ImageKey); old != nil && !fresh {
 		m.Digest, m.ImageBytes = old.Digest, old.ImageBytes
 	} else if err := s.addBlob(m, write); err != nil {
 		return err
@@ -192,6 +191,21 @@ func (s *Store) add(ctx context.Context, m *manifest, started time.Time, fresh b
 	for _, file := range []string{version, m.Name + ".json"} {
 		if err := s.writeRef(file, append(data, '\n')); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// versionWith returns a version of name whose root file system has this key, or nil.
+func (s *Store) versionWith(name, imageKey string) *manifest {
+	found, err := fs.Glob(os.DirFS(filepath.Join(s.dir, "refs")), name+"@*.json") // a name has no pattern characters
+	if err != nil {
+		return nil
+	}
+	for _, file := range found {
+		_, hex, _ := strings.Cut(strings.TrimSuffix(file, ".json"), "@")
+		if m, err := s.manifest(name + "@sha256:" + hex); err == nil && m.ImageKey == imageKey {
+			return m
 		}
 	}
 	return nil
