@@ -276,6 +276,7 @@ func (h Harness) adopt(t *testing.T) {
 	c := Client(t, m)
 	Identify(t, c, m.Record().ID)
 	Sh(t, c, "echo before > f; sleep 1000 >/dev/null 2>&1 & echo $! > pid")
+	c.Close()
 	if err := e.Close(); err != nil {
 		t.Fatal(err)
 	}

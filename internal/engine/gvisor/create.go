@@ -96,6 +96,7 @@ func (e *Engine) Create(ctx context.Context, spec engine.Spec) (_ engine.Machine
 	if err := failpoint.Hit(ctx, "gvisor.create.ready"); err != nil {
 		return nil, parts, err
 	}
+	e.keep(m)
 	return m, parts, nil
 }
 

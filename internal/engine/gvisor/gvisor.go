@@ -54,6 +54,7 @@ type Engine struct {
 
 	mu    sync.Mutex
 	slots map[int]sandlot.ID // uid range in use → its machine
+	live  map[*machine]struct{}
 }
 
 var _ engine.Engine = (*Engine)(nil)
@@ -79,7 +80,7 @@ func New(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	cfg.StateDir = state
-	e := &Engine{cfg: cfg, machines: filepath.Join(state, "machines"), group: "/sandlot-" + tag(state), slots: map[int]sandlot.ID{}}
+	e := &Engine{cfg: cfg, machines: filepath.Join(state, "machines"), group: "/sandlot-" + tag(state), slots: map[int]sandlot.ID{}, live: map[*machine]struct{}{}}
 	if e.cgroups, err = hostos.DetectCgroups(); err != nil {
 		return nil, sandlot.Wrap(err, sandlot.CodeUnsupported, "%v", err)
 	}
@@ -127,8 +128,33 @@ func (e *Engine) Capabilities() engine.Capabilities {
 	return engine.Capabilities{Isolation: sandlot.IsolationGVisor, Survives: true, Resize: true}
 }
 
-// Close implements engine.Engine. The machines' handles belong to their holders.
-func (e *Engine) Close() error { return nil }
+// Close implements engine.Engine.
+func (e *Engine) Close() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for m := range e.live {
+		m.release()
+	}
+	clear(e.live)
+	return nil
+}
+
+// keep remembers a machine that was handed out.
+func (e *Engine) keep(m *machine) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.live[m] = struct{}{}
+}
+
+// forget frees what a removed machine held here.
+func (e *Engine) forget(m *machine) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.live, m)
+	if e.slots[m.rec.Slot] == m.rec.ID {
+		delete(e.slots, m.rec.Slot)
+	}
+}
 
 // Remove removes what the engine itself keeps on the host outside StateDir. Its machines must be gone.
 func (e *Engine) Remove(ctx context.Context) error {
@@ -192,13 +218,4 @@ func (e *Engine) takeSlot(id sandlot.ID) (int, error) {
 		}
 	}
 	return 0, sandlot.Errorf(sandlot.CodeCapacity, "this host has no room for another sandbox: all %d uid ranges are taken", maxSlots)
-}
-
-// freeSlot frees a range if it is still id's.
-func (e *Engine) freeSlot(slot int, id sandlot.ID) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.slots[slot] == id {
-		delete(e.slots, slot)
-	}
 }

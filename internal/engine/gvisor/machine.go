@@ -52,9 +52,18 @@ func (m *machine) watch() error {
 		}
 		m.exit = engine.Exit{Requested: m.requested.Load(), Detail: "the sandbox's kernel ended", Log: m.consoleEnd()}
 		close(m.done)
-		h.Close()
 	}()
 	return nil
+}
+
+// release lets go of the machine without harming it.
+func (m *machine) release() {
+	if m.link != nil {
+		m.link.Close()
+	}
+	if m.proc != nil {
+		m.proc.Close()
+	}
 }
 
 // consoleEnd reads the last 4 KiB that the guest's first process printed. It opens nothing that the guest
@@ -154,8 +163,8 @@ func (m *machine) Destroy(ctx context.Context) error {
 // remove ends and removes everything of the machine, in the order that keeps the record until the last.
 func (m *machine) remove(ctx context.Context) error {
 	e, id := m.e, m.rec.ID
-	if m.proc != nil {
-		if err := m.proc.Kill(); err != nil && !errors.Is(err, os.ErrClosed) {
+	if m.proc != nil && m.alive() == nil {
+		if err := m.proc.Kill(); err != nil {
 			return err
 		}
 	}
@@ -173,9 +182,7 @@ func (m *machine) remove(ctx context.Context) error {
 	if err := failpoint.Hit(ctx, "gvisor.destroy.killed"); err != nil {
 		return err
 	}
-	if m.link != nil {
-		m.link.Close()
-	}
+	m.release()
 	run := e.run(id)
 	for _, mnt := range []string{"disk", "netns"} {
 		if err := hostos.Unmount(filepath.Join(run, mnt)); err != nil {
@@ -191,7 +198,7 @@ func (m *machine) remove(ctx context.Context) error {
 	if err := os.RemoveAll(run); err != nil {
 		return err
 	}
-	e.freeSlot(m.rec.Slot, id)
+	e.forget(m)
 	return os.RemoveAll(e.dir(id))
 }
 
@@ -220,6 +227,7 @@ func (e *Engine) Adopt(ctx context.Context, want engine.Record) (engine.Machine,
 	defer timeout.Stop()
 	select {
 	case <-m.link.Ready():
+		e.keep(m)
 		return m, nil
 	case <-m.done:
 		err = gone("it ended")
@@ -228,8 +236,7 @@ func (e *Engine) Adopt(ctx context.Context, want engine.Record) (engine.Machine,
 	case <-ctx.Done():
 		err = context.Cause(ctx)
 	}
-	m.link.Close()
-	m.proc.Close()
+	m.release()
 	return nil, err
 }
 

@@ -1,0 +1,404 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"sandlot"
+	"sandlot/internal/engine"
+	"sandlot/internal/engine/gvisor"
+	"sandlot/internal/guest"
+	"sandlot/internal/template"
+	"sandlot/internal/wire"
+)
+
+const (
+	poolSize    = 4
+	streamBytes = 64 << 20
+	fileBytes   = 200 << 20
+)
+
+func (b *bench) warm(ctx context.Context) (*server, error) {
+	return b.start(ctx, gvisor.Name, map[string]int{peerTemplate: poolSize})
+}
+
+func createWarm(ctx context.Context, b *bench) error {
+	s, err := b.warm(ctx)
+	if err != nil {
+		return err
+	}
+	var total, call, first []float64
+	for range b.n(60) {
+		if err := s.poolReady(ctx, peerTemplate, poolSize); err != nil {
+			return err
+		}
+		time.Sleep(100 * time.Millisecond) // as a caller that comes by itself, not on the heels of a fill
+		begun := time.Now()
+		sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+		if err != nil {
+			return err
+		}
+		created := time.Since(begun)
+		if _, err := s.exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}}); err != nil {
+			return err
+		}
+		ready := time.Since(begun)
+		if err := s.remove(ctx, sb.ID); err != nil {
+			return err
+		}
+		if !sb.Timings.FromPool {
+			return errors.New("a create with a full pool was not served from it")
+		}
+		total, call, first = append(total, sb.Timings.TotalMS), append(call, ms(created)), append(first, ms(ready))
+	}
+	b.metric("create_warm_total", "ms", total)
+	b.metric("create_warm_http", "ms", call)
+	b.metric("create_first_exec", "ms", first)
+	b.ratio("create_warm_http_vs_runsc", "create_warm_http", "runsc_run_exec", "<=0.05")
+	return nil
+}
+
+func createCold(ctx context.Context, b *bench) error {
+	s, err := b.start(ctx, gvisor.Name, map[string]int{})
+	if err != nil {
+		return err
+	}
+	var cold []float64
+	for range b.n(30) {
+		begun := time.Now()
+		sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+		if err != nil {
+			return err
+		}
+		if _, err := s.exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}}); err != nil {
+			return err
+		}
+		cold = append(cold, ms(time.Since(begun)))
+		if err := s.remove(ctx, sb.ID); err != nil {
+			return err
+		}
+		if sb.Timings.Source != "cold" {
+			return errors.New("a create without a pool was not cold")
+		}
+	}
+	b.metric("create_cold", "ms", cold) // with the first exec, as the peer's
+	b.ratio("create_cold_vs_runsc", "create_cold", "runsc_run_exec", "<=0.9")
+	return nil
+}
+
+func execTrue(ctx context.Context, b *bench) error {
+	s, err := b.warm(ctx)
+	if err != nil {
+		return err
+	}
+	sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+	if err != nil {
+		return err
+	}
+	var inside []float64
+	outside, err := times(ctx, b.n(200), func(int) error {
+		r, err := s.exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}})
+		inside = append(inside, r.DurationMS)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	shell, err := times(ctx, b.n(100), func(int) error {
+		_, err := s.exec(ctx, sb.ID, map[string]any{"cmd": "true"})
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	b.metric("exec_true", "ms", outside)
+	b.metric("exec_true_guest", "ms", inside)
+	b.metric("exec_sh", "ms", shell)
+	b.ratio("exec_true_vs_guest", "exec_true", "exec_true_guest", "<=1.25")
+	b.ratio("exec_true_vs_runsc", "exec_true", "runsc_exec_true", "<=0.5")
+	return s.remove(ctx, sb.ID)
+}
+
+func execStream(ctx context.Context, b *bench) error {
+	s, err := b.warm(ctx)
+	if err != nil {
+		return err
+	}
+	sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+	if err != nil {
+		return err
+	}
+	var got []float64
+	for range b.n(5) {
+		body, _ := json.Marshal(map[string]any{"stream": true, "cmd": fmt.Sprintf("yes 'a line of output as programs print it' | head -c %d", streamBytes)})
+		begun := time.Now()
+		resp, err := s.request(ctx, "POST", "/"+sb.ID+"/exec", bytes.NewReader(body))
+		if err != nil {
+			return err
+		}
+		n, err := io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if err != nil || n < streamBytes {
+			return fmt.Errorf("%d bytes: %w", n, err)
+		}
+		got = append(got, mbps(streamBytes, time.Since(begun)))
+	}
+	b.metric("exec_stream", "MB/s", got)
+	b.ratio("exec_stream_vs_runsc", "exec_stream", "runsc_exec_stream", "none")
+	return s.remove(ctx, sb.ID)
+}
+
+// zeros is an endless reader of zeros.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) {
+	clear(p)
+	return len(p), nil
+}
+
+// transfer moves a large file both ways through the API, and as many bytes through an agent's bare stream.
+func transfer(ctx context.Context, b *bench) error {
+	if err := channelSpeed(ctx, b); err != nil {
+		return err
+	}
+	s, err := b.warm(ctx)
+	if err != nil {
+		return err
+	}
+	sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+	if err != nil {
+		return err
+	}
+	path := "/" + sb.ID + "/files/content?path=big"
+	before, peak := s.rss(), 0.0
+	watch, stop := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for watch.Err() == nil {
+			peak = max(peak, s.rss())
+			time.Sleep(20 * time.Millisecond)
+		}
+	})
+	var up, down []float64
+	for range b.n(5) {
+		begun := time.Now()
+		resp, err := s.request(ctx, "PUT", path, io.NopCloser(io.LimitReader(zeros{}, fileBytes)))
+		if err != nil {
+			stop()
+			return err
+		}
+		resp.Body.Close()
+		up = append(up, mbps(fileBytes, time.Since(begun)))
+		begun = time.Now()
+		if resp, err = s.request(ctx, "GET", path, nil); err != nil {
+			stop()
+			return err
+		}
+		n, err := io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if err != nil || n != fileBytes {
+			stop()
+			return fmt.Errorf("download: %d bytes, %w", n, err)
+		}
+		down = append(down, mbps(n, time.Since(begun)))
+	}
+	stop()
+	wg.Wait()
+	b.metric("upload", "MB/s", up)
+	b.metric("download", "MB/s", down)
+	b.ratio("upload_vs_channel", "upload", "channel_up", ">=0.7")
+	b.ratio("download_vs_channel", "download", "channel_down", ">=0.7")
+	b.metric("upload_rss_growth_mb", "MB", []float64{max(0, peak-before)}) // bar: < 16
+	return s.remove(ctx, sb.ID)
+}
+
+// channelSpeed measures an agent's stream with nothing but the agent behind it.
+func channelSpeed(ctx context.Context, b *bench) (err error) {
+	dir := filepath.Join(b.dir, "channel")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	store, err := template.Open(b.templates)
+	if err != nil {
+		return err
+	}
+	tpl, err := store.Get(peerTemplate)
+	if err != nil {
+		return err
+	}
+	eng, err := gvisor.New(ctx, gvisor.Config{StateDir: dir, Runsc: filepath.Join(b.bin, "runsc"), Agent: filepath.Join(b.bin, "sandlot-agent")})
+	if err != nil {
+		return err
+	}
+	m, _, err := eng.Create(ctx, engine.Spec{ID: sandlot.NewID(sandlot.PrefixSandbox), Template: tpl, Size: tpl.Size})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, m.Destroy(ctx), eng.Remove(ctx)) }()
+	c := guest.New(m.Dial)
+	defer c.Close()
+	if err := c.Identify(ctx, wire.Identity{ID: "sbxbench", Hostname: "bench", MachineID: strings.Repeat("0", 32), Entropy: make([]byte, 64), Now: time.Now()}); err != nil {
+		return err
+	}
+	var up, down []float64
+	for range b.n(5) {
+		begun := time.Now()
+		if err := c.BenchSink(ctx, io.LimitReader(zeros{}, fileBytes), fileBytes); err != nil {
+			return err
+		}
+		up = append(up, mbps(fileBytes, time.Since(begun)))
+		begun = time.Now()
+		n, err := c.BenchSource(ctx, fileBytes)
+		if err != nil {
+			return err
+		}
+		down = append(down, mbps(n, time.Since(begun)))
+	}
+	b.metric("channel_up", "MB/s", up)
+	b.metric("channel_down", "MB/s", down)
+	return nil
+}
+
+// sustained creates without a pause, first until the pool is dry, then on.
+func sustained(ctx context.Context, b *bench) error {
+	s, err := b.start(ctx, gvisor.Name, map[string]int{peerTemplate: 20})
+	if err != nil {
+		return err
+	}
+	var ids []string
+	burst := func(n int) (float64, error) {
+		begun := time.Now()
+		for range n {
+			sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+			if err != nil {
+				return 0, err
+			}
+			ids = append(ids, sb.ID)
+		}
+		return float64(n) / time.Since(begun).Seconds(), nil
+	}
+	warm, err := burst(20)
+	if err != nil {
+		return err
+	}
+	b.metric("creates_per_s_warm", "1/s", []float64{warm})
+	dry, err := burst(b.n(30))
+	if err != nil {
+		return err
+	}
+	b.metric("creates_per_s_dry", "1/s", []float64{dry})
+	for _, id := range ids {
+		if err := s.remove(ctx, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// idle holds many sandboxes at once and weighs them.
+func idle(ctx context.Context, b *bench) error {
+	s, err := b.start(ctx, gvisor.Name, map[string]int{})
+	if err != nil {
+		return err
+	}
+	n := 100
+	if b.quick {
+		n = 10
+	}
+	var ids []string
+	for range n {
+		sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+		if err != nil {
+			return err
+		}
+		ids = append(ids, sb.ID)
+	}
+	time.Sleep(3 * time.Second)
+	var pss []float64
+	groups, _ := filepath.Glob("/sys/fs/cgroup/memory" + cgroupOf(s.state) + "/sbx*/cgroup.procs")
+	v2, _ := filepath.Glob("/sys/fs/cgroup" + cgroupOf(s.state) + "/sbx*/cgroup.procs")
+	for _, g := range append(groups, v2...) {
+		procs, _ := os.ReadFile(g)
+		kb := 0.0
+		for f := range strings.FieldsSeq(string(procs)) {
+			var pid int
+			if _, err := fmt.Sscan(f, &pid); err == nil {
+				kb += procField(pid, "smaps_rollup", "Pss")
+			}
+		}
+		pss = append(pss, kb/1024)
+	}
+	if len(pss) != n {
+		return fmt.Errorf("%d sandboxes, but %d cgroups", n, len(pss))
+	}
+	answers, err := times(ctx, n, func(i int) error {
+		r, err := s.exec(ctx, ids[i], map[string]any{"cmd": []string{"/bin/echo", ids[i]}})
+		if err == nil && strings.TrimSpace(r.Stdout) != ids[i] {
+			err = fmt.Errorf("sandbox %s answered %q", ids[i], r.Stdout)
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	b.metric("idle_pss_mb", "MB", pss) // bar: <= 45
+	b.metric("idle_answer", "ms", answers)
+	b.metric("server_rss_mb", "MB", []float64{s.rss()})
+	for _, id := range ids {
+		if err := s.remove(ctx, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func cgroupOf(state string) string {
+	return "/sandlot-" + filepath.Base(gvisor.RunDir(filepath.Join(state, "node")))
+}
+
+// listThousand lists a thousand sandboxes of the memory engine.
+func listThousand(ctx context.Context, b *bench) error {
+	s, err := b.start(ctx, "memory", map[string]int{})
+	if err != nil {
+		return err
+	}
+	for range 1000 {
+		if _, err := s.create(ctx, map[string]any{"template": peerTemplate}); err != nil {
+			return err
+		}
+	}
+	got, err := times(ctx, b.n(30), func(int) error {
+		seen, cursor := 0, ""
+		for {
+			var page struct {
+				Sandboxes  []json.RawMessage
+				NextCursor string `json:"next_cursor"`
+			}
+			if err := s.call(ctx, "GET", "?limit=200&cursor="+cursor, nil, &page); err != nil {
+				return err
+			}
+			seen += len(page.Sandboxes)
+			if cursor = page.NextCursor; cursor == "" {
+				break
+			}
+		}
+		if seen != 1000 {
+			return fmt.Errorf("%d sandboxes listed", seen)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	b.metric("list_1000", "ms", got)
+	return nil
+}
