@@ -272,9 +272,15 @@ func (h *Host) Destroy(ctx context.Context, id sandlot.ID) error {
 	if err := failpoint.Hit(ctx, "node.destroy.begun"); err != nil {
 		return err
 	}
+	return h.remove(ctx, m)
+}
+
+// remove destroys a machine and forgets it.
+func (h *Host) remove(ctx context.Context, m *held) error {
 	if err := m.Destroy(ctx); err != nil {
 		return err
 	}
+	id := m.Record().ID
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.machines[id] == m {

@@ -154,13 +154,9 @@ func (h *Host) claim(ctx context.Context, eng engine.Engine, tpl sandlot.Templat
 
 // discard destroys a machine that is in no pool and nobody's.
 func (h *Host) discard(m *held) {
-	if err := m.Destroy(context.Background()); err != nil { // bounded by the engine
+	if err := h.remove(context.Background(), m); err != nil { // bounded by the engine
 		h.cfg.Log.Error("a machine could not be removed", "machine", m.Record().ID, "err", err)
-		return
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	delete(h.machines, m.Record().ID)
 }
 
 // fill keeps the pools at their targets until ctx ends.

@@ -78,7 +78,7 @@ func (h *Host) reconcile(ctx context.Context, eng engine.Engine, rec engine.Reco
 	case m != nil && (m.pooled || wanted): // this process made it and knows it
 		return true, false
 	case m != nil:
-		if err := m.Destroy(ctx); err != nil {
+		if err := h.remove(ctx, m); err != nil {
 			h.cfg.Log.Error("a machine that nobody owns could not be removed", "machine", rec.ID, "err", err)
 			return false, true
 		}
