@@ -22,7 +22,7 @@ func main() {
 	// A sandbox pays for the agent's memory and threads: few of both.
 	runtime.GOMAXPROCS(2)
 	debug.SetGCPercent(50)
-	debug.SetMemoryLimit(64 << 20)
+	debug.SetMemoryLimit(192 << 20)
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "sandlot-agent:", err)
 		os.Exit(1)

@@ -60,9 +60,11 @@ type Agent struct {
 	etc        string
 	logDir     string // as guest path, of background processes
 
-	procs   *table
-	watches atomic.Int32
-	logSeq  atomic.Int64
+	procs    *table
+	captured atomic.Int64 // bytes of outputs that collect holds
+	limits   limits
+	watches  atomic.Int32
+	logSeq   atomic.Int64
 
 	idMu     sync.Mutex // serialises Identify
 	identity atomic.Pointer[identity]
@@ -95,6 +97,7 @@ func New(cfg Config) (*Agent, error) {
 		logDir:     "var/log/sandlot",
 		switchUser: cfg.Root == "" && os.Geteuid() == 0,
 		procs:      newTable(),
+		limits:     archiveLimits,
 	}
 	if a.log == nil {
 		a.log = slog.New(slog.DiscardHandler)
@@ -192,12 +195,15 @@ func (a *Agent) startTemplate(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("agent: ready: %w", err)
 		}
+		said := clip(string(out.stderr.data), 512)
+		out.stdout.free()
+		out.stderr.free()
 		if out.exit.ExitCode == 0 {
 			return nil
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("agent: the template's program was not ready in time; the last check said: %.512q", out.stderr.data)
+			return fmt.Errorf("agent: the template's program was not ready in time; the last check said: %q", said)
 		case <-p.done:
 			if code, _ := p.exit(); code != 0 {
 				return fmt.Errorf("agent: the template's program ended with code %d before it was ready", code)

@@ -17,10 +17,17 @@ import (
 	"sandlot/internal/wire"
 )
 
-const (
-	maxMembers  = 100_000
-	maxTarBytes = sandlot.MaxFileBytes + maxMembers*2048 // content and headers, uncompressed
-)
+// limits bound an archive, in both directions.
+type limits struct {
+	members int
+	bytes   int64 // of content
+}
+
+// archiveLimits are every agent's.
+var archiveLimits = limits{members: 100_000, bytes: sandlot.MaxFileBytes}
+
+// total is what a tar within the limits has at most, uncompressed, with its headers.
+func (l limits) total() int64 { return l.bytes + int64(l.members)*2048 }
 
 // serveArchiveGet answers with a tar of a directory: its files, directories and links; sockets, FIFOs and
 // devices are left out. The tree may change meanwhile: what vanished is left out, what grew is cut at the
@@ -32,7 +39,7 @@ func (a *Agent) serveArchiveGet(w http.ResponseWriter, r *http.Request) error {
 	}
 	var root *os.Root
 	err = a.do(t, func() (err error) {
-		root, err = a.files.OpenRoot(t.name)
+		root, err = openRoot(a.files, t.name)
 		if errors.Is(err, syscall.ENOTDIR) {
 			return sandlot.Errorf(sandlot.CodeInvalidRequest, "%s is not a directory", clip(t.shown(), 256))
 		}
@@ -57,7 +64,7 @@ func (a *Agent) serveArchiveGet(w http.ResponseWriter, r *http.Request) error {
 	}
 	// tar writes in small pieces; each write on the stream costs a system call.
 	buf := &gather{w: body, buf: make([]byte, 0, 64<<10)}
-	p := &packer{root: root, tw: tar.NewWriter(buf), ctx: r.Context().Done()}
+	p := &packer{lim: a.limits, root: root, tw: tar.NewWriter(buf), ctx: r.Context().Done()}
 	err = a.as(t.u, func() error { return p.dir(".") })
 	if err == nil {
 		err = p.tw.Close()
@@ -116,6 +123,7 @@ func (g *gather) flush() error {
 
 // packer writes a tree into a tar. Every file is reached through root, which no link leads out of.
 type packer struct {
+	lim     limits
 	root    *os.Root
 	tw      *tar.Writer
 	ctx     <-chan struct{}
@@ -129,7 +137,7 @@ func (p *packer) dir(name string) error {
 		return err
 	}
 	var names []string
-	for err == nil && len(names) <= maxMembers {
+	for err == nil && len(names) <= p.lim.members {
 		var some []string
 		some, err = f.Readdirnames(4096)
 		names = append(names, some...)
@@ -153,8 +161,8 @@ func (p *packer) member(name string) error {
 		return errors.New("agent: the host went away")
 	default:
 	}
-	if p.members++; p.members > maxMembers {
-		return sandlot.Errorf(sandlot.CodeTooLarge, "the directory has more than %d members", maxMembers)
+	if p.members++; p.members > p.lim.members {
+		return sandlot.Errorf(sandlot.CodeTooLarge, "the directory has more than %d members", p.lim.members)
 	}
 	st, err := p.root.Lstat(name)
 	if vanished(err) {
@@ -207,8 +215,8 @@ func (p *packer) file(name string) error {
 	if !st.Mode().IsRegular() {
 		return nil
 	}
-	if p.bytes += st.Size(); st.Size() < 0 || p.bytes > sandlot.MaxFileBytes {
-		return sandlot.Errorf(sandlot.CodeTooLarge, "the directory has more than %d bytes", sandlot.MaxFileBytes)
+	if p.bytes += st.Size(); st.Size() < 0 || p.bytes > p.lim.bytes {
+		return sandlot.Errorf(sandlot.CodeTooLarge, "the directory has more than %d bytes", p.lim.bytes)
 	}
 	if err := p.header(name, st, tar.TypeReg, st.Size(), ""); err != nil {
 		return err
@@ -252,8 +260,8 @@ func (a *Agent) serveArchivePut(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	if r.ContentLength > maxTarBytes {
-		return sandlot.Errorf(sandlot.CodeTooLarge, "an archive has at most %d bytes of content", sandlot.MaxFileBytes)
+	if r.ContentLength > a.limits.total() {
+		return sandlot.Errorf(sandlot.CodeTooLarge, "an archive has at most %d bytes of content", a.limits.bytes)
 	}
 	body := io.Reader(r.Body)
 	switch enc := r.Header.Get("Content-Encoding"); enc {
@@ -301,12 +309,12 @@ func (a *Agent) unpackNew(name string, body io.Reader) (err error) {
 			_ = a.files.RemoveAll(tmp)
 		}
 	}()
-	root, err := a.files.OpenRoot(tmp)
+	root, err := openRoot(a.files, tmp)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = root.Close() }()
-	if _, err := unpack(root, body); err != nil {
+	if _, err := unpack(root, body, a.limits); err != nil {
 		return err
 	}
 	if err := a.files.Chmod(tmp, 0o755); err != nil {
@@ -317,7 +325,7 @@ func (a *Agent) unpackNew(name string, body io.Reader) (err error) {
 
 // unpackInto merges an archive into the directory name.
 func (a *Agent) unpackInto(name string, body io.Reader) error {
-	dest, err := a.files.OpenRoot(name)
+	dest, err := openRoot(a.files, name)
 	if err != nil {
 		return err
 	}
@@ -332,7 +340,7 @@ func (a *Agent) unpackInto(name string, body io.Reader) error {
 		return err
 	}
 	defer func() { _ = root.Close() }()
-	members, err := unpack(root, body)
+	members, err := unpack(root, body, a.limits)
 	if err != nil {
 		return err
 	}

@@ -185,7 +185,7 @@ func (a *Agent) servePut(w http.ResponseWriter, r *http.Request) error {
 			mode = st.Mode().Perm()
 		case err == nil && st.Mode()&fs.ModeSymlink == 0:
 			return notRegular(dest, st.Mode())
-		case errors.Is(err, fs.ErrNotExist):
+		case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR):
 			if err := a.files.MkdirAll(path.Dir(dest), 0o755); err != nil {
 				if errors.Is(err, syscall.ENOTDIR) || errors.Is(err, fs.ErrExist) {
 					return sandlot.Errorf(sandlot.CodeConflict, "a part of %s is not a directory", clip(t.shown(), 256))

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"net/http"
 	"os"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -48,7 +50,9 @@ func (a *Agent) serveExec(w http.ResponseWriter, r *http.Request) error {
 		if err != nil {
 			return err
 		}
-		answerFrames(w, out.frames())
+		defer out.stderr.free()
+		defer out.stdout.free()
+		out.answer(w)
 		return nil
 	}
 	return a.stream(w, r, id, &e)
@@ -56,10 +60,14 @@ func (a *Agent) serveExec(w http.ResponseWriter, r *http.Request) error {
 
 // answerFrames answers with whole frames: with their length known, a small answer is a single write.
 func answerFrames(w http.ResponseWriter, frames []byte) {
+	frameHeaders(w, len(frames))
+	_, _ = w.Write(frames)
+}
+
+func frameHeaders(w http.ResponseWriter, length int) {
 	h := w.Header()
 	h.Set("Content-Type", "application/octet-stream")
-	h.Set("Content-Length", itoa(len(frames)))
-	_, _ = w.Write(frames)
+	h.Set("Content-Length", itoa(length))
 }
 
 func appendJSON(buf []byte, kind byte, v any) []byte {
@@ -70,11 +78,15 @@ func appendJSON(buf []byte, kind byte, v any) []byte {
 	return wire.AppendFrame(buf, kind, b)
 }
 
+// maxCaptured bounds what all running commands' kept outputs take of the sandbox's memory together.
+const maxCaptured = 128 << 20
+
 // capture is what collect keeps of one output.
 type capture struct {
 	data      []byte
 	limit     int
 	truncated bool
+	all       *atomic.Int64 // bytes kept by all captures of the agent
 }
 
 func (c *capture) take(b []byte) error {
@@ -83,8 +95,18 @@ func (c *capture) take(b []byte) error {
 		c.truncated = true
 		b = b[:room]
 	}
+	if c.all.Add(int64(len(b))) > maxCaptured {
+		c.all.Add(-int64(len(b)))
+		c.truncated, c.limit = true, len(c.data)
+		return nil
+	}
 	c.data = append(c.data, b...)
 	return nil
+}
+
+func (c *capture) free() {
+	c.all.Add(-int64(len(c.data)))
+	c.data = nil
 }
 
 type collected struct {
@@ -93,21 +115,41 @@ type collected struct {
 	exit           wire.Exit
 }
 
-func (c *collected) frames() []byte {
-	buf := make([]byte, 0, len(c.stdout.data)+len(c.stderr.data)+512)
-	buf = appendJSON(buf, wire.FrameStarted, wire.Started{PID: c.pid})
-	if len(c.stdout.data) > 0 {
-		buf = wire.AppendFrame(buf, wire.FrameStdout, c.stdout.data)
+// answer sends all frames: a small answer in a single write, a large one without copying the outputs.
+func (c *collected) answer(w http.ResponseWriter) {
+	const small = 3 << 10
+	parts := [][]byte{appendJSON(nil, wire.FrameStarted, wire.Started{PID: c.pid})}
+	for _, out := range []struct {
+		kind byte
+		data []byte
+	}{{wire.FrameStdout, c.stdout.data}, {wire.FrameStderr, c.stderr.data}} {
+		for data := range slices.Chunk(out.data, wire.MaxFrame) {
+			h := make([]byte, wire.FrameHeader)
+			wire.PutHeader(h, out.kind, len(data))
+			parts = append(parts, h, data)
+		}
 	}
-	if len(c.stderr.data) > 0 {
-		buf = wire.AppendFrame(buf, wire.FrameStderr, c.stderr.data)
+	parts = append(parts, appendJSON(nil, wire.FrameExit, c.exit))
+	total := 0
+	for _, p := range parts {
+		total += len(p)
 	}
-	return appendJSON(buf, wire.FrameExit, c.exit)
+	if total <= small {
+		answerFrames(w, slices.Concat(parts...))
+		return
+	}
+	frameHeaders(w, total)
+	for _, p := range parts {
+		if _, err := w.Write(p); err != nil {
+			return
+		}
+	}
 }
 
 // collect runs e to its end and keeps the first e.Collect bytes of each output.
 func (a *Agent) collect(ctx context.Context, id *identity, e *wire.Exec) (*collected, error) {
 	out := &collected{}
+	out.stdout.all, out.stderr.all = &a.captured, &a.captured
 	out.stdout.limit, out.stderr.limit = int(e.Collect), int(e.Collect)
 	run, err := a.begin(id, e)
 	var ns *notStarted

@@ -7,7 +7,6 @@ import (
 	"io"
 	"io/fs"
 	"net/http"
-	"os"
 	"path"
 	"slices"
 	"strconv"
@@ -144,7 +143,7 @@ func (a *Agent) serveList(w http.ResponseWriter, r *http.Request) error {
 // page returns the first limit names of a directory after a name, sorted, and whether there are more. Of a
 // huge directory only these are held.
 func (a *Agent) page(name, after string, limit int) ([]string, bool, error) {
-	f, err := a.files.OpenFile(name, os.O_RDONLY|syscall.O_DIRECTORY|syscall.O_NONBLOCK, 0)
+	f, err := openDir(a.files, name)
 	if err != nil {
 		if errors.Is(err, syscall.ENOTDIR) {
 			if st, serr := a.files.Lstat(name); serr == nil && !st.IsDir() {

@@ -95,7 +95,10 @@ func (a *Agent) launch(id *identity, u *user, e *wire.Exec, fds [3]int, log *out
 		if err := a.checkDir(u, dir); err != nil {
 			return nil, err
 		}
-		return nil, a.blame(e.Argv[0], path, err)
+		if !filepath.IsAbs(path) {
+			path = a.inside(dir) + "/" + path
+		}
+		return nil, blame(e.Argv[0], path, err)
 	}
 	p.pid = pid
 	a.procs.add(p)
@@ -184,7 +187,7 @@ func (a *Agent) checkDir(u *user, dir string) error {
 }
 
 // blame translates execve's error into what bash says.
-func (a *Agent) blame(name, path string, err error) error {
+func blame(name, path string, err error) error {
 	short := clip(name, 256)
 	errno, _ := err.(syscall.Errno) //nolint:errorlint // ForkExec returns a bare Errno
 	switch errno {
@@ -196,8 +199,7 @@ func (a *Agent) blame(name, path string, err error) error {
 	case syscall.ENOTDIR, syscall.ELOOP, syscall.ENAMETOOLONG:
 		return &notStarted{127, fmt.Sprintf("bash: %s: %s\n", short, sentence(errno))}
 	case syscall.EACCES, syscall.EPERM:
-		var st syscall.Stat_t
-		if syscall.Stat(path, &st) == nil && st.Mode&syscall.S_IFMT == syscall.S_IFDIR {
+		if isDir(path) {
 			return &notStarted{126, fmt.Sprintf("bash: %s: Is a directory\n", short)}
 		}
 		return &notStarted{126, fmt.Sprintf("bash: %s: Permission denied\n", short)}

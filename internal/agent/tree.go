@@ -15,7 +15,6 @@ import (
 // tree is the sandbox's files. Names are resolve's results: relative to the sandbox's "/".
 type tree interface {
 	OpenFile(name string, flag int, perm fs.FileMode) (*os.File, error)
-	OpenRoot(name string) (*os.Root, error)
 	Lstat(name string) (fs.FileInfo, error)
 	Stat(name string) (fs.FileInfo, error)
 	Mkdir(name string, perm fs.FileMode) error
@@ -33,7 +32,6 @@ type hostTree struct{}
 func (hostTree) OpenFile(name string, flag int, perm fs.FileMode) (*os.File, error) {
 	return os.OpenFile("/"+name, flag, perm)
 }
-func (hostTree) OpenRoot(name string) (*os.Root, error)       { return os.OpenRoot("/" + name) }
 func (hostTree) Lstat(name string) (fs.FileInfo, error)       { return os.Lstat("/" + name) }
 func (hostTree) Stat(name string) (fs.FileInfo, error)        { return os.Stat("/" + name) }
 func (hostTree) Mkdir(name string, perm fs.FileMode) error    { return os.Mkdir("/"+name, perm) }
@@ -95,10 +93,6 @@ func (t *rootTree) OpenFile(name string, flag int, perm fs.FileMode) (*os.File, 
 	return with(t, func(r *os.Root) (*os.File, error) { return r.OpenFile(name, flag, perm) })
 }
 
-func (t *rootTree) OpenRoot(name string) (*os.Root, error) {
-	return with(t, func(r *os.Root) (*os.Root, error) { return r.OpenRoot(name) })
-}
-
 func (t *rootTree) Lstat(name string) (fs.FileInfo, error) {
 	return with(t, func(r *os.Root) (fs.FileInfo, error) { return r.Lstat(name) })
 }
@@ -132,6 +126,22 @@ func (t *rootTree) RemoveAll(name string) error {
 
 func (t *rootTree) Chmod(name string, perm fs.FileMode) error {
 	return t.do(func(r *os.Root) error { return r.Chmod(name, perm) })
+}
+
+// openDir opens a directory, with O_DIRECTORY: what os.OpenRoot opens is whatever has the name, and a FIFO
+// would block it.
+func openDir(t tree, name string) (*os.File, error) {
+	return t.OpenFile(name, os.O_RDONLY|syscall.O_DIRECTORY|syscall.O_NONBLOCK, 0)
+}
+
+// openRoot makes a root of a directory. Nothing reached through it is outside.
+func openRoot(t tree, name string) (*os.Root, error) {
+	f, err := openDir(t, name)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	return os.OpenRoot("/proc/self/fd/" + itoa(int(f.Fd())))
 }
 
 // openRegular opens a file for reading and refuses everything that could block or never end.

@@ -31,6 +31,7 @@ func refuse(index int, name string, code sandlot.Code, why string) error {
 // that no member can be written through one.
 type unpacker struct {
 	root    *os.Root
+	lim     limits
 	members map[string]member
 	links   []link
 	dirs    []dirMeta
@@ -48,10 +49,10 @@ type dirMeta struct {
 }
 
 // unpack reads a whole archive.
-func unpack(root *os.Root, body io.Reader) (map[string]member, error) {
-	in := &bounded{r: body, left: maxTarBytes}
+func unpack(root *os.Root, body io.Reader, lim limits) (map[string]member, error) {
+	in := &bounded{r: body, left: lim.total()}
 	tr := tar.NewReader(in)
-	u := &unpacker{root: root, members: make(map[string]member)}
+	u := &unpacker{root: root, lim: lim, members: make(map[string]member)}
 	for i := 0; ; i++ {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) && !in.ended {
@@ -60,11 +61,11 @@ func unpack(root *os.Root, body io.Reader) (map[string]member, error) {
 		if err != nil {
 			return nil, u.broken(in, i, err)
 		}
-		if i >= maxMembers {
-			return nil, sandlot.Errorf(sandlot.CodeTooLarge, "member %d of the archive: there are more than %d", i, maxMembers).With("member", i)
+		if i >= lim.members {
+			return nil, sandlot.Errorf(sandlot.CodeTooLarge, "member %d of the archive: there are more than %d", i, lim.members).With("member", i)
 		}
 		if err := u.add(i, h, tr); err != nil {
-			if in.err != nil {
+			if in.err != nil || in.ended {
 				err = u.broken(in, i, err)
 			}
 			return nil, err
@@ -80,7 +81,7 @@ func unpack(root *os.Root, body io.Reader) (map[string]member, error) {
 // broken is the error of an archive that could not be read further.
 func (u *unpacker) broken(in *bounded, i int, err error) error {
 	if in.left <= 0 {
-		return sandlot.Errorf(sandlot.CodeTooLarge, "member %d of the archive: the archive has more than %d bytes", i, sandlot.MaxFileBytes).With("member", i)
+		return sandlot.Errorf(sandlot.CodeTooLarge, "member %d of the archive: the archive has more than %d bytes", i, u.lim.bytes).With("member", i)
 	}
 	if in.ended || errors.Is(err, io.ErrUnexpectedEOF) {
 		return sandlot.Wrap(err, sandlot.CodeInvalidRequest, "member %d of the archive: the archive ends early", i).With("member", i)
@@ -120,8 +121,8 @@ func (u *unpacker) add(i int, h *tar.Header, content io.Reader) error {
 		if h.Mode&0o6000 != 0 {
 			return bad("it is set-user-id or set-group-id")
 		}
-		if h.Size < 0 || h.Size > sandlot.MaxFileBytes || u.bytes+h.Size > sandlot.MaxFileBytes {
-			return refuse(i, h.Name, sandlot.CodeTooLarge, fmt.Sprintf("the archive has more than %d bytes", sandlot.MaxFileBytes))
+		if h.Size < 0 || h.Size > u.lim.bytes-u.bytes {
+			return refuse(i, h.Name, sandlot.CodeTooLarge, fmt.Sprintf("the archive has more than %d bytes", u.lim.bytes))
 		}
 		u.bytes += h.Size
 		err = u.file(name, h, content)
@@ -279,9 +280,12 @@ func (b *bounded) Read(p []byte) (int, error) {
 	}
 	n, err := b.r.Read(p)
 	b.left -= int64(n)
-	if errors.Is(err, io.EOF) {
+	switch {
+	case errors.Is(err, io.EOF) && n > 0:
+		return n, nil // whether anybody wants more decides whether the end came early
+	case errors.Is(err, io.EOF):
 		b.ended = true
-	} else if err != nil {
+	case err != nil:
 		b.err = err
 	}
 	return n, err

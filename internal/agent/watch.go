@@ -4,11 +4,9 @@ import (
 	"errors"
 	"io/fs"
 	"net/http"
-	"os"
 	"path"
 	"path/filepath"
 	"strings"
-	"syscall"
 
 	"sandlot"
 	"sandlot/internal/wire"
@@ -136,7 +134,7 @@ func (wt *watcher) add(name string, dir bool) error {
 	if !dir || !wt.recursive {
 		return nil
 	}
-	f, err := wt.a.files.OpenFile(name, os.O_RDONLY|syscall.O_DIRECTORY, 0)
+	f, err := openDir(wt.a.files, name)
 	if err != nil {
 		return err
 	}
