@@ -257,9 +257,14 @@ func channelSpeed(ctx context.Context, b *bench) (err error) {
 		}
 		up = append(up, mbps(fileBytes, time.Since(begun)))
 		begun = time.Now()
-		n, err := c.BenchSource(ctx, fileBytes)
+		body, err := c.BenchSource(ctx, fileBytes)
 		if err != nil {
 			return err
+		}
+		n, err := io.Copy(io.Discard, body)
+		body.Close()
+		if err != nil || n != fileBytes {
+			return fmt.Errorf("source: %d bytes, %w", n, err)
 		}
 		down = append(down, mbps(n, time.Since(begun)))
 	}

@@ -55,6 +55,9 @@ func (b *bench) start(ctx context.Context, engine string, pool map[string]int) (
 	ln.Close()
 	var conf strings.Builder
 	fmt.Fprintf(&conf, "rate_per_second = 1000000\nrate_burst = 1000000\nlog_level = \"warn\"\n[pool]\n")
+	if len(pool) == 0 {
+		pool = map[string]int{peerTemplate: 0} // an empty table would mean the default
+	}
 	for name, n := range pool {
 		fmt.Fprintf(&conf, "%q = %d\n", name, n)
 	}
