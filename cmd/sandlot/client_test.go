@@ -301,7 +301,7 @@ func (f *fakeAPI) revokeToken(w http.ResponseWriter, r *http.Request) error {
 func inWorkspace(p string) string { return path.Clean(path.Join("/workspace", p)) }
 
 func (f *fakeAPI) at(r *http.Request) (string, error) {
-	if err := errors.Join(params(r, "path", "user", "limit", "after"), f.known(r)); err != nil {
+	if err := errors.Join(params(r, "path", "user"), f.known(r)); err != nil {
 		return "", err
 	}
 	p := r.URL.Query().Get("path")
