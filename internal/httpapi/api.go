@@ -6,7 +6,10 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"runtime/debug"
+	"slices"
+	"strings"
 	"time"
 
 	"sandlot"
@@ -23,6 +26,7 @@ type Limits struct {
 	Streams           int           // 1,000 open at once
 	Beat              time.Duration // 15 s: heartbeat of silent streams, and how long a write may block
 	Stall             time.Duration // 30 s: how long a body may make no progress
+	Header            time.Duration // 10 s: how long a request's header may take
 }
 
 // Config is what the API needs. Service, Authz and Log are.
@@ -63,6 +67,7 @@ func New(c Config) *API {
 	set(&l.Streams, 1000)
 	set(&l.Beat, 15*time.Second)
 	set(&l.Stall, 30*time.Second)
+	set(&l.Header, 10*time.Second)
 	if c.Version == "" {
 		c.Version = "0.1.0"
 	}
@@ -82,7 +87,34 @@ func New(c Config) *API {
 	for _, op := range a.ops {
 		a.mux.Handle(op.Method+" "+op.Path, &operation{a, op})
 	}
+	a.closeGaps()
 	return a
+}
+
+// closeGaps keeps a path that has a name of its own from being taken for an id: DELETE …/usage is 405, not
+// the deletion of a sandbox called usage.
+func (a *API) closeGaps() {
+	methods := map[string][]string{}
+	for _, op := range a.ops {
+		methods[op.Path] = append(methods[op.Path], op.Method)
+	}
+	for path, have := range methods {
+		for _, m := range []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodDelete, http.MethodPatch} {
+			r := &http.Request{Method: m, URL: &url.URL{Path: path}, Host: "localhost"}
+			if h, _ := a.mux.Handler(r); isOperation(h) && h.(*operation).op.Path != path {
+				slices.Sort(have)
+				a.mux.Handle(m+" "+path, notAllowed(strings.Join(have, ", ")))
+			}
+		}
+	}
+}
+
+// notAllowed is what ServeMux answers by itself where it can tell.
+type notAllowed string
+
+func (n notAllowed) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
+	w.Header().Set("Allow", string(n))
+	w.WriteHeader(http.StatusMethodNotAllowed)
 }
 
 func set[T comparable](v *T, deflt T) {
@@ -131,6 +163,9 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer cancel(nil)
 	defer context.AfterFunc(a.hard, func() { cancel(route.ErrShuttingDown) })()
 	r = r.WithContext(ctx)
+	if r.ContentLength != 0 { // also of a body that nobody reads; Upload moves it on
+		_ = http.NewResponseController(w).SetReadDeadline(start.Add(a.limits.Stall))
+	}
 	if h, _ := a.mux.Handler(r); isOperation(h) {
 		a.mux.ServeHTTP(rec, r)
 		return

@@ -20,7 +20,7 @@ type Server struct {
 func NewServer(api *API) *Server {
 	return &Server{api: api, http: http.Server{
 		Handler:           api,
-		ReadHeaderTimeout: 10 * time.Second,
+		ReadHeaderTimeout: api.limits.Header,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    64 << 10,
 		ErrorLog:          slog.NewLogLogger(api.log.Handler(), slog.LevelDebug),

@@ -148,6 +148,9 @@ func (s *Service) claim(ctx context.Context, g authz.Grant, req CreateRequest) (
 		Size: sandlot.Size{VCPU: req.VCPU, MemoryMB: req.MemoryMB, DiskGB: req.DiskGB},
 	})
 	if err != nil {
+		if made.ID != "" { // it failed after a machine was made
+			undoStack{func(ctx context.Context) { _ = s.node.Destroy(ctx, made.ID) }}.run(ctx)
+		}
 		return nil, made, err
 	}
 	now := s.clock.Now().Truncate(time.Millisecond)

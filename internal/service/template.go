@@ -10,9 +10,9 @@ import (
 	"sandlot/internal/node"
 )
 
-// templatesFresh bounds the age of the cached list: a template that was just built is found after it, or
-// at once, because an unknown name asks the node.
-const templatesFresh = 5 * time.Second
+// templatesFresh bounds the age of the cached list: a template that was just built is found at once,
+// because an unknown name asks the node; a rebuilt one's defaults apply after it.
+const templatesFresh = time.Minute
 
 type templateCache struct {
 	mu   sync.Mutex

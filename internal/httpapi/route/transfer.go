@@ -59,25 +59,24 @@ func (u *upload) Read(b []byte) (int, error) {
 		u.next = now.Add(u.q.Stall / 8)
 	}
 	n, err := u.body.Read(b)
-	if err != nil {
-		err = u.fail(err)
-		// The connection's own watch for a client that goes away must not run into it.
+	switch {
+	case err == nil:
+		return n, nil
+	case errors.Is(err, io.EOF):
+		// The connection's own watch for a client that goes away must not run into the deadline. After any
+		// other end it stays: what is left of the body must not keep the connection for ever.
 		_ = u.rc.SetReadDeadline(time.Time{})
+		return n, io.EOF
 	}
-	return n, err
+	return n, u.fail(err)
 }
 
-func (u *upload) Close() error {
-	_ = u.rc.SetReadDeadline(time.Time{})
-	return u.body.Close()
-}
+func (u *upload) Close() error { return u.body.Close() }
 
 // fail gives words to a body that ends before it should.
 func (u *upload) fail(err error) error {
 	var large *http.MaxBytesError
 	switch {
-	case errors.Is(err, io.EOF):
-		return io.EOF
 	case errors.As(err, &large):
 		return sandlot.Errorf(sandlot.CodeTooLarge, "the body has more than %d bytes", u.limit).With("limit", u.limit)
 	case errors.Is(err, os.ErrDeadlineExceeded):

@@ -199,3 +199,13 @@ func idOrNull(id sandlot.ID) any {
 	}
 	return string(id)
 }
+
+// LimitPages makes the database full at n pages, or at its present size when that is more; 0 lifts the
+// limit. It is how a full disk is tried out.
+func (s *Store) LimitPages(ctx context.Context, n int) error {
+	if n == 0 {
+		n = 1 << 30
+	}
+	_, err := s.write.ExecContext(ctx, fmt.Sprintf("PRAGMA max_page_count = %d", n))
+	return fault(err)
+}
