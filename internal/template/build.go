@@ -161,8 +161,7 @@ func (p *plan) addDefinition(def *definition, below []string) error {
 		return err
 	}
 	p.roots = append(p.roots, root)
-	switch {
-	case def.From.Template != "":
+	if def.From.Template != "" {
 		parent, err := loadDefinition(filepath.Join(filepath.Dir(def.dir), def.From.Template))
 		if err != nil {
 			return fmt.Errorf("from: %w", err)
@@ -171,16 +170,15 @@ func (p *plan) addDefinition(def *definition, below []string) error {
 			return err
 		}
 		inherit(def, parent)
-	case def.From.Debian != nil:
-		err = p.add(layer{title: def.From.Debian.title(), def: root, apply: def.From.Debian.fill}, "debian", def.From.Debian)
-		fallthrough
-	default:
-		if err == nil {
-			err = p.addBuiltin(actionPrepare)
+	} else {
+		if src := def.From.source(); src != nil {
+			if err := p.add(layer{title: src.title(), def: root, apply: src.fill}, src.kind(), src); err != nil {
+				return err
+			}
 		}
-	}
-	if err != nil {
-		return err
+		if err := p.addBuiltin(actionPrepare); err != nil {
+			return err
+		}
 	}
 	for i, s := range def.Steps {
 		st, err := s.step()

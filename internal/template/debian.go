@@ -24,6 +24,7 @@ var (
 	packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]*(=[A-Za-z0-9][A-Za-z0-9+.:~-]*)?$`)
 )
 
+func (s *debianSource) kind() string  { return "debian" }
 func (s *debianSource) title() string { return "debian " + s.Suite }
 
 func (s *debianSource) check() error {

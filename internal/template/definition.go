@@ -154,15 +154,24 @@ func (def *definition) check() error {
 }
 
 func (f *fromDef) check() error {
-	if f.Debian != nil && f.Template != "" {
+	src := f.source()
+	if src != nil && f.Template != "" {
 		return errors.New("debian or template, not both")
 	}
 	if f.Template != "" {
 		_, err := sandlot.ParseName(f.Template)
 		return err
 	}
+	if src != nil {
+		return src.check()
+	}
+	return nil
+}
+
+// source returns what fills the root, or nil: another template does, or nothing.
+func (f *fromDef) source() source {
 	if f.Debian != nil {
-		return f.Debian.check()
+		return f.Debian
 	}
 	return nil
 }

@@ -15,8 +15,9 @@ import (
 )
 
 // A source makes the root that a template's steps build on. Debian's archive is one; whatever else can fill
-// an empty folder with a root file system fits.
+// an empty folder with a root file system fits. Its exported fields are part of the layer's key.
 type source interface {
+	kind() string
 	title() string
 	check() error
 	// fill makes the root in w.upper, which is empty.
