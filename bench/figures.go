@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"sandlot"
+	"sandlot/internal/devserver"
 	"sandlot/internal/engine"
 	"sandlot/internal/engine/gvisor"
 	"sandlot/internal/guest"
@@ -27,7 +28,7 @@ const (
 	fileBytes   = 200 << 20
 )
 
-func (b *bench) warm(ctx context.Context) (*server, error) {
+func (b *bench) warm(ctx context.Context) (*devserver.Server, error) {
 	return b.start(ctx, gvisor.Name, map[string]int{peerTemplate: poolSize})
 }
 
@@ -38,21 +39,21 @@ func createWarm(ctx context.Context, b *bench) error {
 	}
 	var total, call, first []float64
 	for range b.n(60) {
-		if err := s.poolReady(ctx, peerTemplate, poolSize); err != nil {
+		if err := s.Await(ctx); err != nil {
 			return err
 		}
 		time.Sleep(100 * time.Millisecond) // as a caller that comes by itself, not on the heels of a fill
 		begun := time.Now()
-		sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+		sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 		if err != nil {
 			return err
 		}
 		created := time.Since(begun)
-		if _, err := s.exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}}); err != nil {
+		if _, err := s.Exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}}); err != nil {
 			return err
 		}
 		ready := time.Since(begun)
-		if err := s.remove(ctx, sb.ID); err != nil {
+		if err := s.Delete(ctx, sb.ID); err != nil {
 			return err
 		}
 		if !sb.Timings.FromPool {
@@ -75,15 +76,15 @@ func createCold(ctx context.Context, b *bench) error {
 	var cold []float64
 	for range b.n(30) {
 		begun := time.Now()
-		sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+		sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 		if err != nil {
 			return err
 		}
-		if _, err := s.exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}}); err != nil {
+		if _, err := s.Exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}}); err != nil {
 			return err
 		}
 		cold = append(cold, ms(time.Since(begun)))
-		if err := s.remove(ctx, sb.ID); err != nil {
+		if err := s.Delete(ctx, sb.ID); err != nil {
 			return err
 		}
 		if sb.Timings.Source != "cold" {
@@ -100,13 +101,13 @@ func execTrue(ctx context.Context, b *bench) error {
 	if err != nil {
 		return err
 	}
-	sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 	if err != nil {
 		return err
 	}
 	var inside []float64
 	outside, err := times(ctx, b.n(200), func(int) error {
-		r, err := s.exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}})
+		r, err := s.Exec(ctx, sb.ID, map[string]any{"cmd": []string{"/bin/true"}})
 		inside = append(inside, r.DurationMS)
 		return err
 	})
@@ -114,7 +115,7 @@ func execTrue(ctx context.Context, b *bench) error {
 		return err
 	}
 	shell, err := times(ctx, b.n(100), func(int) error {
-		_, err := s.exec(ctx, sb.ID, map[string]any{"cmd": "true"})
+		_, err := s.Exec(ctx, sb.ID, map[string]any{"cmd": "true"})
 		return err
 	})
 	if err != nil {
@@ -125,7 +126,7 @@ func execTrue(ctx context.Context, b *bench) error {
 	b.metric("exec_sh", "ms", shell)
 	b.ratio("exec_true_vs_guest", "exec_true", "exec_true_guest", "<=1.25")
 	b.ratio("exec_true_vs_runsc", "exec_true", "runsc_exec_true", "<=0.5")
-	return s.remove(ctx, sb.ID)
+	return s.Delete(ctx, sb.ID)
 }
 
 func execStream(ctx context.Context, b *bench) error {
@@ -133,7 +134,7 @@ func execStream(ctx context.Context, b *bench) error {
 	if err != nil {
 		return err
 	}
-	sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 	if err != nil {
 		return err
 	}
@@ -141,7 +142,7 @@ func execStream(ctx context.Context, b *bench) error {
 	for range b.n(5) {
 		body, _ := json.Marshal(map[string]any{"stream": true, "cmd": fmt.Sprintf("yes 'a line of output as programs print it' | head -c %d", streamBytes)})
 		begun := time.Now()
-		resp, err := s.request(ctx, "POST", "/"+sb.ID+"/exec", bytes.NewReader(body))
+		resp, err := s.Request(ctx, "POST", "/"+sb.ID+"/exec", bytes.NewReader(body))
 		if err != nil {
 			return err
 		}
@@ -154,7 +155,7 @@ func execStream(ctx context.Context, b *bench) error {
 	}
 	b.metric("exec_stream", "MB/s", got)
 	b.ratio("exec_stream_vs_runsc", "exec_stream", "runsc_exec_stream", "none")
-	return s.remove(ctx, sb.ID)
+	return s.Delete(ctx, sb.ID)
 }
 
 // zeros is an endless reader of zeros.
@@ -174,24 +175,24 @@ func transfer(ctx context.Context, b *bench) error {
 	if err != nil {
 		return err
 	}
-	sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 	if err != nil {
 		return err
 	}
 	path := "/" + sb.ID + "/files/content?path=big"
-	before, peak := s.rss(), 0.0
+	before, peak := s.RSS(), 0.0
 	watch, stop := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for watch.Err() == nil {
-			peak = max(peak, s.rss())
+			peak = max(peak, s.RSS())
 			time.Sleep(20 * time.Millisecond)
 		}
 	})
 	var up, down []float64
 	for range b.n(5) {
 		begun := time.Now()
-		resp, err := s.request(ctx, "PUT", path, io.NopCloser(io.LimitReader(zeros{}, fileBytes)))
+		resp, err := s.Request(ctx, "PUT", path, io.NopCloser(io.LimitReader(zeros{}, fileBytes)))
 		if err != nil {
 			stop()
 			return err
@@ -199,7 +200,7 @@ func transfer(ctx context.Context, b *bench) error {
 		resp.Body.Close()
 		up = append(up, mbps(fileBytes, time.Since(begun)))
 		begun = time.Now()
-		if resp, err = s.request(ctx, "GET", path, nil); err != nil {
+		if resp, err = s.Request(ctx, "GET", path, nil); err != nil {
 			stop()
 			return err
 		}
@@ -218,7 +219,7 @@ func transfer(ctx context.Context, b *bench) error {
 	b.ratio("upload_vs_channel", "upload", "channel_up", ">=0.7")
 	b.ratio("download_vs_channel", "download", "channel_down", ">=0.7")
 	b.metric("upload_rss_growth_mb", "MB", []float64{max(0, peak-before)}) // bar: < 16
-	return s.remove(ctx, sb.ID)
+	return s.Delete(ctx, sb.ID)
 }
 
 // channelSpeed measures an agent's stream with nothing but the agent behind it.
@@ -283,7 +284,7 @@ func sustained(ctx context.Context, b *bench) error {
 	burst := func(n int) (float64, error) {
 		begun := time.Now()
 		for range n {
-			sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+			sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 			if err != nil {
 				return 0, err
 			}
@@ -302,7 +303,7 @@ func sustained(ctx context.Context, b *bench) error {
 	}
 	b.metric("creates_per_s_dry", "1/s", []float64{dry})
 	for _, id := range ids {
-		if err := s.remove(ctx, id); err != nil {
+		if err := s.Delete(ctx, id); err != nil {
 			return err
 		}
 	}
@@ -321,7 +322,7 @@ func idle(ctx context.Context, b *bench) error {
 	}
 	var ids []string
 	for range n {
-		sb, err := s.create(ctx, map[string]any{"template": peerTemplate})
+		sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
 		if err != nil {
 			return err
 		}
@@ -329,15 +330,15 @@ func idle(ctx context.Context, b *bench) error {
 	}
 	time.Sleep(3 * time.Second)
 	var pss []float64
-	groups, _ := filepath.Glob("/sys/fs/cgroup/memory" + cgroupOf(s.state) + "/sbx*/cgroup.procs")
-	v2, _ := filepath.Glob("/sys/fs/cgroup" + cgroupOf(s.state) + "/sbx*/cgroup.procs")
+	groups, _ := filepath.Glob("/sys/fs/cgroup/memory" + cgroupOf(s.NodeDir()) + "/sbx*/cgroup.procs")
+	v2, _ := filepath.Glob("/sys/fs/cgroup" + cgroupOf(s.NodeDir()) + "/sbx*/cgroup.procs")
 	for _, g := range append(groups, v2...) {
 		procs, _ := os.ReadFile(g)
 		kb := 0.0
 		for f := range strings.FieldsSeq(string(procs)) {
 			var pid int
 			if _, err := fmt.Sscan(f, &pid); err == nil {
-				kb += procField(pid, "smaps_rollup", "Pss")
+				kb += devserver.ProcKB(pid, "smaps_rollup", "Pss")
 			}
 		}
 		pss = append(pss, kb/1024)
@@ -346,7 +347,7 @@ func idle(ctx context.Context, b *bench) error {
 		return fmt.Errorf("%d sandboxes, but %d cgroups", n, len(pss))
 	}
 	answers, err := times(ctx, n, func(i int) error {
-		r, err := s.exec(ctx, ids[i], map[string]any{"cmd": []string{"/bin/echo", ids[i]}})
+		r, err := s.Exec(ctx, ids[i], map[string]any{"cmd": []string{"/bin/echo", ids[i]}})
 		if err == nil && strings.TrimSpace(r.Stdout) != ids[i] {
 			err = fmt.Errorf("sandbox %s answered %q", ids[i], r.Stdout)
 		}
@@ -357,17 +358,17 @@ func idle(ctx context.Context, b *bench) error {
 	}
 	b.metric("idle_pss_mb", "MB", pss) // bar: <= 45
 	b.metric("idle_answer", "ms", answers)
-	b.metric("server_rss_mb", "MB", []float64{s.rss()})
+	b.metric("server_rss_mb", "MB", []float64{s.RSS()})
 	for _, id := range ids {
-		if err := s.remove(ctx, id); err != nil {
+		if err := s.Delete(ctx, id); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func cgroupOf(state string) string {
-	return "/sandlot-" + filepath.Base(gvisor.RunDir(filepath.Join(state, "node")))
+func cgroupOf(nodeDir string) string {
+	return "/sandlot-" + filepath.Base(gvisor.RunDir(nodeDir))
 }
 
 // listThousand lists a thousand sandboxes of the memory engine.
@@ -377,7 +378,7 @@ func listThousand(ctx context.Context, b *bench) error {
 		return err
 	}
 	for range 1000 {
-		if _, err := s.create(ctx, map[string]any{"template": peerTemplate}); err != nil {
+		if _, err := s.Create(ctx, map[string]any{"template": peerTemplate}); err != nil {
 			return err
 		}
 	}
@@ -388,7 +389,7 @@ func listThousand(ctx context.Context, b *bench) error {
 				Sandboxes  []json.RawMessage
 				NextCursor string `json:"next_cursor"`
 			}
-			if err := s.call(ctx, "GET", "?limit=200&cursor="+cursor, nil, &page); err != nil {
+			if err := s.Call(ctx, "GET", "?limit=200&cursor="+cursor, nil, &page); err != nil {
 				return err
 			}
 			seen += len(page.Sandboxes)

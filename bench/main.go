@@ -20,10 +20,11 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"sort"
 	"syscall"
 	"time"
+
+	"sandlot/internal/devserver"
 )
 
 // figure is one group of measurements that share their preparation.
@@ -99,7 +100,8 @@ type bench struct {
 	bin, templates, dir string
 	quick               bool
 	medians             map[string]float64
-	srv                 *server
+	srv                 *devserver.Server
+	key                 string
 }
 
 // n is how often to do something: less in a quick run.
@@ -148,11 +150,3 @@ func times(ctx context.Context, n int, f func(i int) error) ([]float64, error) {
 }
 
 func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
-
-func median(values []float64) float64 {
-	values = slices.Sorted(slices.Values(values))
-	if len(values) == 0 {
-		return 0
-	}
-	return values[len(values)/2]
-}

@@ -73,8 +73,9 @@ func (*serveAPICmd) Run(ctx context.Context, s *streams) error {
 	go func() {
 		for {
 			if _, err := in.ReadBytes('\n'); err != nil {
-				stop() // the parent is gone
-				return
+				// The parent is gone, and the node with it: nothing can be answered any more, and whoever
+				// starts next needs the address. What was acknowledged is in the database.
+				os.Exit(1)
 			}
 			acks <- struct{}{}
 		}

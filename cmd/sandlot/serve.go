@@ -104,7 +104,7 @@ func serve(ctx context.Context, c config, log *slog.Logger) error {
 			log.Error("the node did not stop cleanly", "err", err)
 		}
 	}()
-	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", c.Listen)
+	ln, err := listen(ctx, c.Listen)
 	if err != nil {
 		return sandlot.Wrap(err, sandlot.CodeInvalidRequest, "cannot listen on %s: %v", c.Listen, err)
 	}
@@ -117,6 +117,18 @@ func serve(ctx context.Context, c config, log *slog.Logger) error {
 		})
 	}
 	return serveHalves(ctx, c, host, ln, log)
+}
+
+// listenPatience is how long the HTTP half of a server that was killed may take to let go of its address.
+const listenPatience = 3 * time.Second
+
+func listen(ctx context.Context, addr string) (net.Listener, error) {
+	for begun := time.Now(); ; time.Sleep(20 * time.Millisecond) {
+		ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+		if !errors.Is(err, unix.EADDRINUSE) || time.Since(begun) > listenPatience {
+			return ln, err
+		}
+	}
 }
 
 // newEngine makes the configured engine.
