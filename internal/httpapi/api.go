@@ -38,6 +38,8 @@ type Config struct {
 	Version string // shown in the OpenAPI document
 	// OpenMetrics lets anybody read /metrics; otherwise it takes a token with scope admin.
 	OpenMetrics bool
+
+	more []*route.Operation // of tests
 }
 
 // API is the handler.
@@ -80,6 +82,7 @@ func New(c Config) *API {
 	a.ops = append(a.ops, a.management()...)
 	a.ops = append(a.ops, projectapi.Operations(c.Service)...)
 	a.ops = append(a.ops, a.system()...)
+	a.ops = append(a.ops, c.more...)
 	var err error
 	if a.doc, err = route.Document(a.ops, c.Version); err != nil {
 		panic(err)

@@ -6,9 +6,12 @@ import (
 	"encoding/json"
 	"flag"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -18,6 +21,7 @@ import (
 	"sandlot/internal/authz"
 	"sandlot/internal/engine"
 	"sandlot/internal/engine/memory"
+	"sandlot/internal/httpapi/route"
 	"sandlot/internal/node"
 	"sandlot/internal/service"
 	"sandlot/internal/store/sqlite"
@@ -83,7 +87,7 @@ type world struct {
 	token   string // owner's
 }
 
-func newWorld(t testing.TB, limits Limits) *world {
+func newWorld(t testing.TB, limits Limits, more ...*route.Operation) *world {
 	t.Helper()
 	ctx := context.Background()
 	w := &world{t: t, dir: t.TempDir(), log: &logBuffer{}}
@@ -106,7 +110,7 @@ func newWorld(t testing.TB, limits Limits) *world {
 	if limits.RequestsPerSecond == 0 {
 		limits.RequestsPerSecond, limits.Burst = 1e6, 1e6
 	}
-	w.api = New(Config{Service: w.service, Authz: w.authz, Log: log, Limits: limits, Version: "test"})
+	w.api = New(Config{Service: w.service, Authz: w.authz, Log: log, Limits: limits, Version: "test", more: more})
 	w.server = NewServer(w.api)
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -227,4 +231,24 @@ func (w *world) mint(body string) (id, secret string) {
 	id, _ = m["id"].(string)
 	secret, _ = m["token"].(string)
 	return id, secret
+}
+
+// diskFiles reads everything in the state directory.
+func (w *world) diskFiles() map[string]string {
+	w.t.Helper()
+	out := map[string]string{}
+	err := filepath.WalkDir(w.dir, func(p string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		b, err := os.ReadFile(p)
+		if len(b) > 0 {
+			out[p] = string(b)
+		}
+		return err
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return out
 }
