@@ -42,14 +42,20 @@ func Bin(t testing.TB, name string) string {
 	return path
 }
 
-// Templates opens the template store.
-func Templates(t testing.TB) *template.Store {
+// TemplatesDir is the template store's directory.
+func TemplatesDir(t testing.TB) string {
 	t.Helper()
 	dir := os.Getenv(TemplatesVar)
 	if dir == "" {
 		t.Skipf("SKIP: needs %s; run ./dev test", TemplatesVar)
 	}
-	s, err := template.Open(dir)
+	return dir
+}
+
+// Templates opens the template store.
+func Templates(t testing.TB) *template.Store {
+	t.Helper()
+	s, err := template.Open(TemplatesDir(t))
 	if err != nil {
 		t.Fatal(err)
 	}
