@@ -66,8 +66,9 @@ type Agent struct {
 	watches  atomic.Int32
 	logSeq   atomic.Int64
 
-	idMu     sync.Mutex // serialises Identify
-	identity atomic.Pointer[identity]
+	idMu                sync.Mutex // serialises Identify
+	hostname, machineID string     // as they were set last
+	identity            atomic.Pointer[identity]
 
 	srv    *http.Server
 	ctx    context.Context // ends with Close
@@ -133,11 +134,19 @@ func (a *Agent) Run(ctx context.Context) error {
 	if err := a.prepare(); err != nil {
 		return err
 	}
+	if limit := a.cfg.Boot.MaxProcesses; limit > 0 && a.root == "" && os.Getpid() == 1 {
+		if err := children().confine(limit); err != nil {
+			a.log.Warn("processes are not limited", "err", err)
+		}
+	}
 	if err := a.startTemplate(a.ctx); err != nil {
 		if a.ctx.Err() != nil {
 			return nil
 		}
 		return err
+	}
+	if a.cfg.Boot.Warm {
+		a.warm(a.ctx)
 	}
 	l := newListener(a.ctx, a.cfg.Dial, a.cfg.Boot.Secret, a.log)
 	a.srv.ConnState = l.track
@@ -163,6 +172,9 @@ func (a *Agent) Close() error {
 // prepare makes the directories that everything else takes for granted.
 func (a *Agent) prepare() error {
 	if a.root == "" {
+		if os.Getpid() == 1 {
+			a.settle(a.cfg.Boot.Hostname, a.cfg.Boot.MachineID)
+		}
 		return nil
 	}
 	for _, dir := range []string{"workspace", "home/user", "root", "tmp", "etc"} {

@@ -49,7 +49,9 @@ func (a *Agent) serveIdentity(w http.ResponseWriter, r *http.Request) error {
 		return nil
 	}
 	if a.root == "" && os.Getpid() == 1 {
-		a.settle(&in)
+		stir(in.Entropy)
+		a.setClock(in.Now)
+		a.settle(in.Hostname, in.MachineID)
 	}
 	env := maps.Clone(a.cfg.Boot.Env)
 	if env == nil {
@@ -61,25 +63,32 @@ func (a *Agent) serveIdentity(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// settle changes the machine. What this kernel does not allow is left as it is: gVisor, for one, has no
-// clock of its own to set, and takes all its randomness from the host.
-func (a *Agent) settle(in *wire.Identity) {
-	stir(in.Entropy)
-	if in.Hostname != "" {
-		if err := unix.Sethostname([]byte(in.Hostname)); err != nil {
+// settle names the machine, where that is not its name already. It is called by prepare, and then under idMu.
+func (a *Agent) settle(hostname, machineID string) {
+	if hostname != "" && hostname != a.hostname {
+		if err := unix.Sethostname([]byte(hostname)); err != nil {
 			a.log.Warn("set the hostname", "err", err)
 		}
-		a.put(a.etc+"/hostname", in.Hostname+"\n")
-		a.put(a.etc+"/hosts", fmt.Sprintf("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.1.1 %s\n", in.Hostname))
+		a.put(a.etc+"/hostname", hostname+"\n")
+		a.put(a.etc+"/hosts", fmt.Sprintf("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.1.1 %s\n", hostname))
+		a.hostname = hostname
 	}
-	if in.MachineID != "" {
-		a.put(a.etc+"/machine-id", in.MachineID+"\n")
+	if machineID != "" && machineID != a.machineID {
+		a.put(a.etc+"/machine-id", machineID+"\n")
+		a.machineID = machineID
 	}
-	if off := time.Since(in.Now.Round(0)); !in.Now.IsZero() && (off > clockSlack || off < -clockSlack) {
-		tv := unix.NsecToTimeval(in.Now.UnixNano())
-		if err := unix.Settimeofday(&tv); err != nil {
-			a.log.Debug("set the clock", "err", err, "off", off)
-		}
+}
+
+// setClock sets the clock where it is off. A kernel that does not allow it is left as it is: gVisor, for one,
+// has no clock of its own.
+func (a *Agent) setClock(now time.Time) {
+	off := time.Since(now.Round(0))
+	if now.IsZero() || off < clockSlack && off > -clockSlack {
+		return
+	}
+	tv := unix.NsecToTimeval(now.UnixNano())
+	if err := unix.Settimeofday(&tv); err != nil {
+		a.log.Debug("set the clock", "err", err, "off", off)
 	}
 }
 

@@ -6,7 +6,6 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
-	"encoding/hex"
 	"maps"
 	"time"
 
@@ -185,17 +184,16 @@ func names(env map[string]string) map[string]string {
 	return out
 }
 
-// identity is fresh for each sandbox: nothing in it comes from the template or an earlier one.
+// identity is fresh for each sandbox: nothing in it comes from the template or an earlier one. Hostname and
+// machine ID are the machine's own since it booted.
 func identity(id sandlot.ID, g authz.Grant, req CreateRequest) wire.Identity {
-	var machine [16]byte
 	entropy := make([]byte, 64)
-	_, _ = rand.Read(machine[:]) // never fails
-	_, _ = rand.Read(entropy)
+	_, _ = rand.Read(entropy) // never fails
 	env := make(map[string]string, len(req.Env)+3)
 	maps.Copy(env, req.Env)
 	env["SANDBOX_ID"], env["SANDBOX_TEMPLATE"], env["SANDBOX_PROJECT"] = string(id), req.Template, g.Project.Ref
 	return wire.Identity{
-		ID: string(id), Hostname: string(id), MachineID: hex.EncodeToString(machine[:]), Entropy: entropy, Now: time.Now(), Env: env,
+		ID: string(id), Entropy: entropy, Now: time.Now(), Env: env,
 	}
 }
 

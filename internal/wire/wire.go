@@ -36,6 +36,18 @@ type Boot struct {
 	Env    map[string]string `json:"env,omitempty"`   // the template's
 	Start  []string          `json:"start,omitempty"` // run before the first hello
 	Ready  []string          `json:"ready,omitempty"`
+
+	// MaxProcesses bounds user code's processes and threads by the pids controller, where the kernel inside
+	// keeps no RLIMIT_NPROC. 0: it does.
+	MaxProcesses int `json:"max_processes,omitempty"`
+
+	// Hostname and MachineID are set before the first hello, so that an Identity that leaves them as they
+	// are costs nothing.
+	Hostname  string `json:"hostname,omitempty"`
+	MachineID string `json:"machine_id,omitempty"`
+	// Warm: nobody waits for this machine, so the agent walks the paths of a first request before its first
+	// hello.
+	Warm bool `json:"warm,omitempty"`
 }
 
 // Paths of the agent's API. {pid} is decimal.
@@ -60,7 +72,8 @@ const (
 	TrailerError = "X-Sandlot-Error"
 )
 
-// Identity makes a machine somebody's sandbox. It comes once, before any user code runs.
+// Identity makes a machine somebody's sandbox. It comes once, before any user code runs. An empty Hostname
+// or MachineID stays as Boot set it.
 type Identity struct {
 	ID        string            `json:"id"`
 	Hostname  string            `json:"hostname"`

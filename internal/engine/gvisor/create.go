@@ -93,6 +93,7 @@ func (e *Engine) Create(ctx context.Context, spec engine.Spec) (_ engine.Machine
 		return nil, parts, sandlot.Wrap(context.Cause(ctx), sandlot.CodeTimeout, "the agent did not answer in time")
 	}
 	parts.Agent = time.Since(begun)
+	e.spareAgent(spec.ID)
 	if err := failpoint.Hit(ctx, "gvisor.create.ready"); err != nil {
 		return nil, parts, err
 	}
@@ -150,7 +151,7 @@ func (e *Engine) prepare(ctx context.Context, spec engine.Spec, m *machine, part
 		}
 		boot, err := json.Marshal(wire.Boot{
 			Secret: m.rec.Secret, Socket: wire.SocketPath,
-			Env: spec.Template.Env, Start: spec.Template.Start, Ready: spec.Template.Ready,
+			Env: spec.Template.Env, Start: spec.Template.Start, Ready: spec.Template.Ready, MaxProcesses: sandlot.MaxProcesses,
 		})
 		if err != nil {
 			return err
