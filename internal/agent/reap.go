@@ -19,6 +19,8 @@ type reaper struct {
 	// unknown pids are kept; when none is, they can only be orphans'.
 	forking int
 	early   map[int]earlyStatus
+
+	jobs chan<- func() // for the threads that fork into the group; nil: any thread forks
 }
 
 type earlyStatus struct {
@@ -59,7 +61,7 @@ func (r *reaper) start(path string, argv []string, attr *syscall.ProcAttr) (int,
 	r.mu.Lock()
 	r.forking++
 	r.mu.Unlock()
-	pid, err := syscall.ForkExec(path, argv, attr)
+	pid, err := r.fork(path, argv, attr)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.forking--

@@ -93,7 +93,7 @@ func (e *Engine) Create(ctx context.Context, spec engine.Spec) (_ engine.Machine
 		return nil, parts, sandlot.Wrap(context.Cause(ctx), sandlot.CodeTimeout, "the agent did not answer in time")
 	}
 	parts.Agent = time.Since(begun)
-	e.spareAgent(spec.ID)
+	e.programsFirst(spec.ID)
 	if err := failpoint.Hit(ctx, "gvisor.create.ready"); err != nil {
 		return nil, parts, err
 	}
