@@ -145,6 +145,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	id := requestID(r)
 	w.Header().Set("X-Request-Id", id)
 	w.Header().Set("X-Content-Type-Options", "nosniff")
+	w.Header().Set("Cache-Control", "no-store")
 	rec := &recorder{ResponseWriter: w}
 	call := &call{id: id, start: start, rec: rec}
 	defer func() {
@@ -214,6 +215,10 @@ func (o *operation) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 func (o *operation) serve(call *call, w http.ResponseWriter, r *http.Request) error {
 	a, op := o.a, o.op
+	if r.Method == http.MethodHead && op.Stream { // ServeMux gives GET's handlers HEAD too
+		w.Header().Set("Allow", op.Method)
+		return sandlot.Errorf(sandlot.CodeMethod, "a stream has no HEAD")
+	}
 	q := &route.Request{W: w, R: r, Op: op, ID: call.id, Received: call.start, Log: a.log, Beat: a.limits.Beat, Stall: a.limits.Stall}
 	if op.Action != 0 {
 		p, err := a.authenticate(r)

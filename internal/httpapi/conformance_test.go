@@ -148,7 +148,7 @@ func (p *player) scrub(key string, v any) any {
 		}
 	case json.Number:
 		switch {
-		case strings.HasSuffix(key, "_ms"):
+		case strings.HasSuffix(key, "_ms") || strings.HasSuffix(key, "_seconds"):
 			return 0
 		case key == "pid":
 			return "{pid}"

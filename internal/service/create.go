@@ -90,7 +90,7 @@ func (s *Service) create(ctx context.Context, g authz.Grant, req CreateRequest, 
 	}
 
 	identified := time.Now()
-	if err := l.guest.Identify(ctx, identity(made.ID, g, req)); err != nil {
+	if err := l.guest.Identify(ctx, identity(made, g, req)); err != nil {
 		return Created{}, sandlot.Wrap(err, sandlot.ErrorCode(err), "the new machine did not take its identity")
 	}
 	if err := failpoint.Hit(ctx, "service.create.identified"); err != nil {
@@ -186,14 +186,14 @@ func names(env map[string]string) map[string]string {
 
 // identity is fresh for each sandbox: nothing in it comes from the template or an earlier one. Hostname and
 // machine ID are the machine's own since it booted.
-func identity(id sandlot.ID, g authz.Grant, req CreateRequest) wire.Identity {
+func identity(made node.Created, g authz.Grant, req CreateRequest) wire.Identity {
 	entropy := make([]byte, 64)
 	_, _ = rand.Read(entropy) // never fails
 	env := make(map[string]string, len(req.Env)+3)
 	maps.Copy(env, req.Env)
-	env["SANDBOX_ID"], env["SANDBOX_TEMPLATE"], env["SANDBOX_PROJECT"] = string(id), req.Template, g.Project.Ref
+	env["SANDBOX_ID"], env["SANDBOX_TEMPLATE"], env["SANDBOX_PROJECT"] = string(made.ID), made.Template.Name, g.Project.Ref
 	return wire.Identity{
-		ID: string(id), Entropy: entropy, Now: time.Now(), Env: env,
+		ID: string(made.ID), Entropy: entropy, Now: time.Now(), Env: env,
 	}
 }
 

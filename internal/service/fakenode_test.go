@@ -243,4 +243,6 @@ func (n *fakeNode) agent(m *fakeMachine) http.Handler {
 	return mux
 }
 
-func frame(w http.ResponseWriter, kind byte, payload []byte) { _, _ = w.Write(wire.AppendFrame(nil, kind, payload)) }
+func frame(w http.ResponseWriter, kind byte, payload []byte) {
+	_, _ = w.Write(wire.AppendFrame(nil, kind, payload))
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"sandlot"
@@ -19,6 +20,7 @@ type live struct {
 	nodeOf node.Node
 
 	transition sync.Mutex // held through a change of state
+	reaping    atomic.Bool
 
 	mu       sync.Mutex
 	sb       sandlot.Sandbox // copied on read

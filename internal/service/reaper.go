@@ -3,7 +3,6 @@ package service
 import (
 	"context"
 	"math"
-	"sync"
 	"time"
 
 	"sandlot"
@@ -12,6 +11,7 @@ import (
 const (
 	reapersAtOnce = 8
 	retryEnding   = 5 * time.Second
+	waitForReaper = 50 * time.Millisecond
 )
 
 // arm wakes the reaper when a deadline lies before the one that it sleeps for.
@@ -43,18 +43,17 @@ func (s *Service) reapLoop(ctx context.Context) {
 	}
 }
 
-// reap ends what is due and returns the next deadline.
+// reap begins to end what is due and returns when to look again. It waits for none of them: a machine that
+// is slow to die must not keep others alive.
 func (s *Service) reap(ctx context.Context) time.Duration {
 	now := s.clock.Elapsed()
 	next := now + time.Hour
-	slots := make(chan struct{}, reapersAtOnce)
-	var wait sync.WaitGroup
 	for _, l := range s.all() {
 		if l.pending() {
 			continue
 		}
 		at, reason := l.deadline()
-		if l.state().Terminal() { // its machine could not be destroyed
+		if l.state().Terminal() { // its machine could not be destroyed, or is being destroyed
 			at, reason = now, ""
 		}
 		if at > now {
@@ -62,18 +61,34 @@ func (s *Service) reap(ctx context.Context) time.Duration {
 			continue
 		}
 		next = min(next, now+retryEnding)
-		slots <- struct{}{}
-		wait.Go(func() {
-			defer func() { <-slots }()
-			e := ending{state: sandlot.StateStopped, reason: reason, unless: func(elapsed time.Duration) bool {
-				at, again := l.deadline()
-				return at > elapsed || again != reason
-			}}
-			if _, err := s.end(ctx, l, e); err != nil {
-				s.log.Error("a sandbox could not be ended", "sandbox", l.id, "reason", reason, "error", err)
-			}
+		if !l.reaping.CompareAndSwap(false, true) {
+			continue
+		}
+		select {
+		case s.reapers <- struct{}{}:
+		default:
+			l.reaping.Store(false)
+			next = min(next, now+waitForReaper)
+			continue
+		}
+		s.loops.Go(func() {
+			defer func() {
+				l.reaping.Store(false)
+				<-s.reapers
+			}()
+			s.expire(ctx, l, reason)
 		})
 	}
-	wait.Wait()
 	return next
+}
+
+// expire ends a sandbox unless something happened meanwhile that keeps it.
+func (s *Service) expire(ctx context.Context, l *live, reason sandlot.Reason) {
+	e := ending{state: sandlot.StateStopped, reason: reason, unless: func(elapsed time.Duration) bool {
+		at, again := l.deadline()
+		return at > elapsed || again != reason
+	}}
+	if _, err := s.end(ctx, l, e); err != nil {
+		s.log.Error("a sandbox could not be ended", "sandbox", l.id, "reason", reason, "error", err)
+	}
 }

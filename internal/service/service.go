@@ -53,6 +53,7 @@ type Store interface {
 	AddEvents(ctx context.Context, events ...sandlot.Event) error
 	Events(ctx context.Context, id sandlot.ID, after int64, limit int) ([]sandlot.Event, int64, error)
 	Usage(ctx context.Context, org sandlot.ID, from, to time.Time) ([]store.ProjectUsage, error)
+	SandboxUsage(ctx context.Context, id sandlot.ID, to time.Time) (sandlot.UsageTotal, error)
 }
 
 // Config is what a Service is made of. Store, Node, Authz and Log are needed.
@@ -89,6 +90,7 @@ type Service struct {
 	live   map[sandlot.ID]*live
 	secret []byte
 
+	reapers chan struct{} // slots of those that end sandboxes
 	wake    chan struct{}
 	wakeAt  atomic.Int64 // elapsed nanoseconds at which the reaper wakes by itself
 	ready   atomic.Bool
@@ -112,6 +114,7 @@ func New(c Config) *Service {
 	return &Service{
 		store: c.Store, node: c.Node, authz: c.Authz, log: c.Log, clock: c.Clock, plans: c.Plans, deflt: c.DefaultTemplate,
 		quota: quota, meter: newMeter(quota.count), keys: newKeyring(), live: map[sandlot.ID]*live{}, wake: make(chan struct{}, 1),
+		reapers: make(chan struct{}, reapersAtOnce),
 	}
 }
 

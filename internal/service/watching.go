@@ -54,3 +54,11 @@ func (s *Service) Usage(ctx context.Context, g authz.Grant) (Usage, error) {
 	u.Projects = all
 	return u, nil
 }
+
+// SandboxUsage is what a sandbox has reserved over its life so far.
+func (s *Service) SandboxUsage(ctx context.Context, g authz.Grant, id sandlot.ID) (sandlot.UsageTotal, error) {
+	if _, err := s.Get(ctx, g, id); err != nil {
+		return sandlot.UsageTotal{}, err
+	}
+	return s.store.SandboxUsage(ctx, id, s.clock.Now())
+}

@@ -80,6 +80,12 @@ type sandboxBody struct {
 	Preview        string            `json:"preview" enum:"public,private"`
 	PreviewToken   string            `json:"preview_token,omitempty" doc:"For private previews; only in the answer to create"`
 	Timings        sandlot.Timings   `json:"timings"`
+	Usage          *reservedBody     `json:"usage,omitempty" doc:"Over its whole life; in the answer to delete"`
+}
+
+type reservedBody struct {
+	VCPUSeconds float64 `json:"vcpu_seconds"`
+	GBSeconds   float64 `json:"gb_seconds"`
 }
 
 func show(b sandlot.Sandbox) sandboxBody {
@@ -287,7 +293,11 @@ func (a api) delete(q *route.Request) error {
 	if err != nil {
 		return err
 	}
-	return q.JSON(show(b))
+	out := show(b)
+	if u, err := a.service.SandboxUsage(q.Context(), q.Grant, id); err == nil { // it is gone either way
+		out.Usage = &reservedBody{float64(u.VCPUMS) / 1000, float64(u.MBMS) / 1024 / 1000}
+	}
+	return q.JSON(out)
 }
 
 func (a api) timeout(q *route.Request) error {

@@ -85,6 +85,8 @@ func WriteError(w http.ResponseWriter, err error, requestID string) (status int)
 	}
 	if s, ok := seconds(body["retry_after_s"]); ok {
 		h.Set("Retry-After", strconv.Itoa(s))
+	} else if status == http.StatusTooManyRequests || status == http.StatusServiceUnavailable {
+		h.Set("Retry-After", "1")
 	}
 	if status == http.StatusUnauthorized {
 		h.Set("WWW-Authenticate", `Bearer realm="sandlot"`)

@@ -65,13 +65,6 @@ func (s *Store) Org(ctx context.Context, id sandlot.ID) (sandlot.Org, error) {
 	return o, fault(err)
 }
 
-// SetPlan changes an organization's plan.
-func (s *Store) SetPlan(ctx context.Context, org sandlot.ID, plan string) error {
-	return s.tx(ctx, func(tx *sql.Tx) error {
-		return one(tx.ExecContext(ctx, `UPDATE orgs SET plan = ? WHERE id = ?`, plan, org))
-	})
-}
-
 // InsertOrg adds an organization.
 func (s *Store) InsertOrg(ctx context.Context, o sandlot.Org) error {
 	return s.tx(ctx, func(tx *sql.Tx) error {

@@ -26,8 +26,7 @@ func (s *Store) addEvent(ctx context.Context, tx *sql.Tx, e sandlot.Event) error
 	if err := s.insertEvent(ctx, tx, e); err != nil {
 		return err
 	}
-	_, err := tx.ExecContext(ctx, `DELETE FROM events WHERE sandbox = ?1 AND seq <=
-		(SELECT seq FROM events WHERE sandbox = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)`, e.Sandbox, store.MaxEvents)
+	_, err := tx.StmtContext(ctx, s.stmts.trimEvents).ExecContext(ctx, e.Sandbox, store.MaxEvents)
 	return err
 }
 

@@ -117,3 +117,11 @@ func (s *Store) Usage(ctx context.Context, org sandlot.ID, from, to time.Time) (
 		return u, fault(err)
 	})
 }
+
+// SandboxUsage sums one sandbox's reserved time up to an instant.
+func (s *Store) SandboxUsage(ctx context.Context, id sandlot.ID, to time.Time) (sandlot.UsageTotal, error) {
+	u := sandlot.UsageTotal{Started: 1}
+	err := s.read.QueryRowContext(ctx, `SELECT coalesce(sum(vcpu * d), 0), coalesce(sum(memory_mb * d), 0) FROM
+		(SELECT *, max(0, coalesce(end_at, ?2) - start_at) AS d FROM usage WHERE sandbox = ?1)`, id, ms(to)).Scan(&u.VCPUMS, &u.MBMS)
+	return u, fault(err)
+}

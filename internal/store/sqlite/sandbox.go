@@ -17,8 +17,8 @@ const sandboxColumns = `s.id, s.project, s.created_by, s.name, s.template, s.tem
 	s.vcpu, s.memory_mb, s.disk_gb, s.state, s.reason, s.detail, s.idle_timeout, s.lifetime, s.env_names, s.metadata,
 	s.egress, s.preview, s.timings, s.created_at, s.expires_at, s.last_active_at, s.ended_at`
 
-// statements are those on the path of a create.
-type statements struct{ insertSandbox, insertEvent, insertUsage, insertKey *sql.Stmt }
+// statements are those on the paths of create and delete: parsing one costs more than running it.
+type statements struct{ insertSandbox, insertEvent, insertUsage, insertKey, endSandbox, endUsage, trimEvents *sql.Stmt }
 
 func (s *Store) prepare(ctx context.Context) error {
 	for stmt, text := range map[**sql.Stmt]string{
@@ -29,6 +29,10 @@ func (s *Store) prepare(ctx context.Context) error {
 		&s.stmts.insertEvent: `INSERT INTO events (sandbox, at, kind, name, message, fields) VALUES (?, ?, ?, ?, ?, ?)`,
 		&s.stmts.insertUsage: `INSERT INTO usage (sandbox, project, org, vcpu, memory_mb, state, start_at) VALUES (?, ?, ?, ?, ?, ?, ?)`,
 		&s.stmts.insertKey:   `INSERT OR REPLACE INTO idempotency (project, key, body_hash, sandbox, created_at) VALUES (?, ?, ?, ?, ?)`,
+		&s.stmts.endSandbox:  `UPDATE sandboxes SET state = ?, reason = ?, detail = ?, ended_at = ? WHERE id = ? AND ended_at IS NULL`,
+		&s.stmts.endUsage:    `UPDATE usage SET end_at = max(start_at, ?) WHERE sandbox = ? AND end_at IS NULL`,
+		&s.stmts.trimEvents: `DELETE FROM events WHERE sandbox = ?1 AND seq <=
+			(SELECT seq FROM events WHERE sandbox = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)`,
 	} {
 		st, err := s.write.PrepareContext(ctx, text)
 		if err != nil {
@@ -87,8 +91,7 @@ func (s *Store) InsertSandbox(ctx context.Context, c store.Creation) error {
 // sandbox that had ended stays as it ended.
 func (s *Store) EndSandbox(ctx context.Context, e store.End) (done bool, err error) {
 	err = s.tx(ctx, func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, `UPDATE sandboxes SET state = ?, reason = ?, detail = ?, ended_at = ? WHERE id = ? AND ended_at IS NULL`,
-			e.State, e.Reason, e.Detail, ms(e.At), e.ID)
+		res, err := tx.StmtContext(ctx, s.stmts.endSandbox).ExecContext(ctx, e.State, e.Reason, e.Detail, ms(e.At), e.ID)
 		if err != nil {
 			return err
 		}
@@ -96,7 +99,7 @@ func (s *Store) EndSandbox(ctx context.Context, e store.End) (done bool, err err
 			return err
 		}
 		done = true
-		if _, err := tx.ExecContext(ctx, `UPDATE usage SET end_at = max(start_at, ?) WHERE sandbox = ? AND end_at IS NULL`, ms(e.Billed), e.ID); err != nil {
+		if _, err := tx.StmtContext(ctx, s.stmts.endUsage).ExecContext(ctx, ms(e.Billed), e.ID); err != nil {
 			return err
 		}
 		return s.addEvent(ctx, tx, e.Event)

@@ -130,6 +130,7 @@ CREATE TABLE usage (
 ) STRICT;
 
 CREATE INDEX usage_by_org ON usage (org, end_at);
+CREATE INDEX usage_by_sandbox ON usage (sandbox);
 CREATE UNIQUE INDEX usage_open ON usage (sandbox) WHERE end_at IS NULL;
 
 -- +goose Down
