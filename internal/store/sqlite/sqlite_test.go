@@ -214,11 +214,13 @@ func TestMaintainThinsSamples(t *testing.T) {
 	if err := s.InsertSandbox(ctx, c); err != nil {
 		t.Fatal(err)
 	}
+	var taken []store.Activity
 	for i := range 720 { // two hours
 		v := sandlot.Sample{At: t0.Add(time.Duration(i) * 10 * time.Second), CPUPercent: float64(i % 6), MemoryBytes: int64(i % 6), CPUMS: int64(i)}
-		if err := s.Flush(ctx, []store.Activity{{ID: c.Sandbox.ID, LastActiveAt: v.At, Sample: &v}}); err != nil {
-			t.Fatal(err)
-		}
+		taken = append(taken, store.Activity{ID: c.Sandbox.ID, LastActiveAt: v.At, Sample: &v})
+	}
+	if err := s.Flush(ctx, taken); err != nil {
+		t.Fatal(err)
 	}
 	for range 2 { // twice: thinning is idempotent
 		if err := s.Maintain(ctx, t0.Add(2*time.Hour)); err != nil {
