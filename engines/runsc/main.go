@@ -18,6 +18,7 @@ import (
 func main() {
 	if command(os.Args[1:]) == "boot" {
 		registerFilters()
+		keepStill()
 	}
 	maincli.Main()
 }
