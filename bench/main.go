@@ -36,12 +36,12 @@ type figure struct {
 var figures = []figure{
 	{"runsc_run_exec runsc_exec_true bwrap_true nspawn_true chroot_true", peers},
 	{"create_warm_total create_warm_http create_first_exec create_warm_http_vs_runsc", createWarm},
-	{"create_cold create_cold_vs_runsc", createCold},
+	{"create_cold create_cold_first_exec create_cold_vs_runsc", createCold},
 	{"exec_true exec_true_guest exec_true_vs_guest exec_true_vs_runsc exec_sh", execTrue},
 	{"exec_stream exec_stream_vs_runsc", execStream},
 	{"upload download channel_up channel_down upload_vs_channel download_vs_channel upload_rss_growth_mb", transfer},
 	{"creates_per_s_warm creates_per_s_dry", sustained},
-	{"idle_pss_mb idle_answer server_rss_mb", idle},
+	{"idle_pss_mb idle_cpu_percent idle_answer server_rss_mb", idle},
 	{"list_1000", listThousand},
 }
 
