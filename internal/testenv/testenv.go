@@ -76,13 +76,22 @@ func Template(t testing.TB, name string) sandlot.Template {
 // files, mounts, loop devices, cgroups and the processes in them.
 func Census(t testing.TB, nodeDir string) []string {
 	t.Helper()
+	found, err := Owned(nodeDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
+
+// Owned is Census where there is no test.
+func Owned(nodeDir string) ([]string, error) {
 	run := gvisor.RunDir(nodeDir)
 	tag := filepath.Base(run)
 	found := []string{}
 	for _, dir := range []string{filepath.Join(nodeDir, "machines"), run} {
 		entries, err := os.ReadDir(dir)
 		if err != nil && !os.IsNotExist(err) {
-			t.Fatal(err)
+			return nil, err
 		}
 		for _, e := range entries {
 			found = append(found, "file "+filepath.Join(dir, e.Name()))
@@ -90,7 +99,7 @@ func Census(t testing.TB, nodeDir string) []string {
 	}
 	mounts, err := os.Open("/proc/self/mountinfo")
 	if err != nil {
-		t.Fatal(err)
+		return nil, err
 	}
 	defer mounts.Close()
 	for sc := bufio.NewScanner(mounts); sc.Scan(); {
@@ -115,5 +124,5 @@ func Census(t testing.TB, nodeDir string) []string {
 		}
 	}
 	slices.Sort(found)
-	return found
+	return found, nil
 }
