@@ -10,10 +10,21 @@ import (
 	"sandlot/internal/store"
 )
 
-// Bootstrap makes, on an empty store, the organization and the project "default", the user "owner" and a
-// token that may do everything in them. It returns that token's secret, once; on a store that is not
-// empty it returns "".
-func (s *Service) Bootstrap(ctx context.Context) (sandlot.Secret, error) {
+// Bootstrap is FirstStart for callers that cannot be killed between it and keeping the secret. On a store
+// that is not empty it returns "".
+func (s *Service) Bootstrap(ctx context.Context) (secret sandlot.Secret, err error) {
+	err = s.FirstStart(ctx, func(first sandlot.Secret) error {
+		secret = first
+		return nil
+	})
+	return secret, err
+}
+
+// FirstStart makes, on an empty store, the organization and the project "default", the user "owner" and a
+// token that may do everything in them. keep gets that token's secret before the store is committed: a
+// process that is killed in between has kept a secret that is not valid, and the next start makes another;
+// never is there a server whose only token nobody has. On a store that is not empty nothing happens.
+func (s *Service) FirstStart(ctx context.Context, keep func(sandlot.Secret) error) error {
 	now := s.clock.Now().Truncate(time.Millisecond)
 	secret, hash := authz.NewSecret()
 	key := make([]byte, 32)
@@ -29,11 +40,7 @@ func (s *Service) Bootstrap(ctx context.Context) (sandlot.Secret, error) {
 		ID: sandlot.NewID(sandlot.PrefixToken), Org: b.Org.ID, User: b.User.ID, Name: "owner", Role: sandlot.RoleOwner,
 		Scopes: []sandlot.Scope{sandlot.ScopeAll, sandlot.ScopeAdmin}, Hash: hash, CreatedAt: now,
 	}
-	done, err := s.store.Bootstrap(ctx, b)
-	if err != nil || !done {
-		return "", err
-	}
-	return secret, nil
+	return s.store.Bootstrap(ctx, b, func() error { return keep(secret) })
 }
 
 // Projects lists the projects that the grant's token reaches.

@@ -42,6 +42,9 @@ func (s *Service) Create(ctx context.Context, g authz.Grant, req CreateRequest) 
 	if req.Received.IsZero() {
 		req.Received = time.Now()
 	}
+	if s.closing.Load() || !s.ready.Load() {
+		return Created{}, errNotReady
+	}
 	plan := s.plan(g.Org)
 	if req.Template == "" {
 		req.Template = s.deflt
@@ -60,9 +63,6 @@ func (s *Service) Create(ctx context.Context, g authz.Grant, req CreateRequest) 
 }
 
 func (s *Service) create(ctx context.Context, g authz.Grant, req CreateRequest, plan sandlot.Plan) (_ Created, err error) {
-	if s.closing.Load() || !s.ready.Load() {
-		return Created{}, sandlot.Errorf(sandlot.CodeUnavailable, "the server is starting or stopping").With("retry_after_s", 1)
-	}
 	if err := s.allowance(ctx, g.Org, plan); err != nil {
 		return Created{}, err
 	}

@@ -41,12 +41,24 @@ func (s *Service) use(ctx context.Context, g authz.Grant, id sandlot.ID) (*live,
 			return l, nil
 		}
 	}
-	sb, err := s.stored(ctx, g, id)
+	sb, err := s.ended(ctx, g, id)
 	if err != nil {
 		return nil, err
 	}
 	return nil, sandlot.NotRunning(sb.State, sb.Reason)
 }
+
+// ended reads the row of a sandbox that has no record here. Before Start is over it may be one that runs;
+// after it, one that ended between the two looks.
+func (s *Service) ended(ctx context.Context, g authz.Grant, id sandlot.ID) (sandlot.Sandbox, error) {
+	sb, err := s.stored(ctx, g, id)
+	if err == nil && !sb.State.Terminal() {
+		return sandlot.Sandbox{}, errNotReady
+	}
+	return sb, err
+}
+
+var errNotReady = sandlot.Errorf(sandlot.CodeUnavailable, "the server is starting or stopping").With("retry_after_s", 1)
 
 // ListRequest selects sandboxes of the grant's project.
 type ListRequest struct {
@@ -120,7 +132,7 @@ func (s *Service) SetTimeout(ctx context.Context, g authz.Grant, id sandlot.ID, 
 func (s *Service) Delete(ctx context.Context, g authz.Grant, id sandlot.ID) (sandlot.Sandbox, error) {
 	l := s.find(id)
 	if l == nil || !g.Owns(l.snapshot().Project) || l.pending() {
-		return s.stored(ctx, g, id)
+		return s.ended(ctx, g, id)
 	}
 	if err := failpoint.Hit(ctx, "service.delete.begin"); err != nil {
 		return sandlot.Sandbox{}, err

@@ -26,7 +26,7 @@ import (
 // Store is what the use cases need to remember.
 type Store interface {
 	authz.Store
-	Bootstrap(ctx context.Context, b store.Bootstrap) (bool, error)
+	Bootstrap(ctx context.Context, b store.Bootstrap, last func() error) error
 	Secret(ctx context.Context) ([]byte, error)
 	Ping(ctx context.Context) error
 	Maintain(ctx context.Context, now time.Time) error
@@ -181,7 +181,7 @@ func (s *Service) Close(ctx context.Context) error {
 // Ready says whether requests can be served: the node answers and was reconciled, the store can be written.
 func (s *Service) Ready(ctx context.Context) error {
 	if !s.ready.Load() {
-		return sandlot.Errorf(sandlot.CodeUnavailable, "the server is starting or stopping").With("retry_after_s", 1)
+		return errNotReady
 	}
 	if _, err := s.node.Info(ctx); err != nil {
 		return sandlot.Wrap(err, sandlot.CodeUnavailable, "the node does not answer").With("retry_after_s", 1)

@@ -294,6 +294,34 @@ func TestCrashAndLostHost(t *testing.T) {
 	w.census(1)
 }
 
+// TestBeforeStart: a server that listens before it has looked at its host says so.
+func TestBeforeStart(t *testing.T) {
+	w := newWorld(t, nil)
+	b := w.create(CreateRequest{})
+	if err := w.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	w.Service = New(Config{Store: w.store, Node: w.node, Authz: w.authz, Log: w.log, Clock: w.clock})
+	_, execErr := w.Exec(t.Context(), w.grant, b.ID, ExecRequest{Argv: []string{"true"}})
+	_, deleteErr := w.Delete(t.Context(), w.grant, b.ID)
+	_, createErr := w.Create(t.Context(), w.grant, CreateRequest{})
+	for what, err := range map[string]error{"exec": execErr, "delete": deleteErr, "create": createErr, "ready": w.Ready(t.Context())} {
+		if sandlot.ErrorCode(err) != sandlot.CodeUnavailable {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if err := w.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	defer w.close()
+	if err := w.Ready(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if got, err := w.Delete(t.Context(), w.grant, b.ID); err != nil || got.Reason != sandlot.ReasonDeleted {
+		t.Errorf("%v %v", got.Reason, err)
+	}
+}
+
 func wait(t *testing.T, ok func() bool) {
 	t.Helper()
 	for range 500 {

@@ -13,10 +13,10 @@ import (
 
 const metaSecret = "secret"
 
-// Bootstrap writes what a new server starts with and says whether it did: it does nothing when there is
-// an organization already.
-func (s *Store) Bootstrap(ctx context.Context, b store.Bootstrap) (done bool, err error) {
-	err = s.tx(ctx, func(tx *sql.Tx) error {
+// Bootstrap writes what a new server starts with, unless there is an organization already. last runs when
+// all is written and before it is committed; its failure undoes everything.
+func (s *Store) Bootstrap(ctx context.Context, b store.Bootstrap, last func() error) error {
+	return s.tx(ctx, func(tx *sql.Tx) error {
 		var n int
 		if err := tx.QueryRowContext(ctx, `SELECT count(*) FROM orgs`).Scan(&n); err != nil {
 			return err
@@ -42,10 +42,11 @@ func (s *Store) Bootstrap(ctx context.Context, b store.Bootstrap) (done bool, er
 			b.Project.ID, b.User.ID, b.Role); err != nil {
 			return err
 		}
-		done = true
-		return insertToken(ctx, tx, b.Token)
+		if err := insertToken(ctx, tx, b.Token); err != nil {
+			return err
+		}
+		return last()
 	})
-	return done && err == nil, err
 }
 
 // Secret returns the server's key for derived secrets.

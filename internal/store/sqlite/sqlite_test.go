@@ -2,6 +2,7 @@ package sqlite
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -39,8 +40,17 @@ func open1(t testing.TB) (*Store, store.Bootstrap) {
 		},
 		Secret: []byte("0123456789abcdef0123456789abcdef"),
 	}
-	if done, err := s.Bootstrap(t.Context(), b); err != nil || !done {
-		t.Fatalf("bootstrap: %v, %v", done, err)
+	if err := s.Bootstrap(t.Context(), b, func() error { return errors.New("killed") }); err == nil {
+		t.Fatal("a failed bootstrap was kept")
+	}
+	calls := 0
+	for range 2 {
+		if err := s.Bootstrap(t.Context(), b, func() error { calls++; return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if calls != 1 {
+		t.Fatalf("bootstrapped %d times", calls)
 	}
 	return s, b
 }
