@@ -77,7 +77,7 @@ func TestFilesExist(t *testing.T) {
 		}
 		for _, m := range source.FindAllStringSubmatch(text, -1) {
 			ok := false
-			for _, dir := range []string{"..", "../internal", "../internal/httpapi", "../internal/engine/gvisor", "../internal/service", "."} {
+			for _, dir := range []string{"..", "../internal", "../internal/httpapi", "../internal/engine/gvisor", "../internal/service", "../internal/engine", "."} {
 				if _, err := os.Stat(filepath.Join(dir, m[1])); err == nil {
 					ok = true
 				}
