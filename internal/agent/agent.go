@@ -63,6 +63,7 @@ type Agent struct {
 	procs    *table
 	captured atomic.Int64 // bytes of outputs that collect holds
 	limits   limits
+	logLimit int64
 	watches  atomic.Int32
 	logSeq   atomic.Int64
 
@@ -99,6 +100,7 @@ func New(cfg Config) (*Agent, error) {
 		switchUser: cfg.Root == "" && os.Geteuid() == 0,
 		procs:      newTable(),
 		limits:     archiveLimits,
+		logLimit:   maxLog,
 	}
 	if a.log == nil {
 		a.log = slog.New(slog.DiscardHandler)

@@ -35,7 +35,7 @@ func (a *Agent) startBackground(id *identity, e *wire.Exec) (*proc, error) {
 		out.drop()
 		return nil, noPipes(err)
 	}
-	log := &outputLog{changed: make(chan struct{})}
+	log := &outputLog{limit: a.logLimit, changed: make(chan struct{})}
 	if err := a.createLog(log); err != nil {
 		out.drop()
 		_ = syscall.Close(in[0])
@@ -100,6 +100,7 @@ type outputLog struct {
 	path  string // on this machine
 	shown string // inside the sandbox
 	f     *os.File
+	limit int64
 
 	mu      sync.Mutex
 	size    int64
@@ -139,8 +140,8 @@ func (l *outputLog) append(b []byte) error {
 	if l.cut {
 		return nil
 	}
-	if l.size+int64(len(b)) > maxLog {
-		b = append(b[:maxLog-l.size:maxLog-l.size], logCut...)
+	if left := l.limit - l.size; int64(len(b)) > left {
+		b = append(b[:left:left], logCut...)
 		l.cut = true
 	}
 	n, err := l.f.Write(b)

@@ -142,12 +142,13 @@ func TestBackgroundDaemonKeepsItsLog(t *testing.T) {
 
 func TestLogIsBounded(t *testing.T) {
 	b := start(t)
-	st := background(t, b, "head -c 70M /dev/zero; echo end")
+	b.a.logLimit = 3 << 20
+	st := background(t, b, "head -c 7M /dev/zero; echo end")
 	s, err := b.ProcessStream(t.Context(), st.PID)
 	must(t, err)
 	defer s.Close()
 	got, exit := readStream(t, s)
-	if len(got) != maxLog+len(logCut) || !strings.HasSuffix(got, string(logCut)) || exit.ExitCode != 0 {
+	if len(got) != 3<<20+len(logCut) || !strings.HasSuffix(got, string(logCut)) || exit.ExitCode != 0 {
 		t.Errorf("%d bytes, %+v", len(got), exit)
 	}
 	must(t, os.Remove(b.outside(st.LogPath)))

@@ -259,7 +259,7 @@ func TestTruncation(t *testing.T) {
 // A reader that stalls blocks the process on its pipe; nothing grows.
 func TestStalledReaderIsBounded(t *testing.T) {
 	b := start(t)
-	s, err := b.Exec(t.Context(), wire.Exec{Argv: []string{"bash", "-c", "head -c 300M /dev/zero; echo $? >done"}})
+	s, err := b.Exec(t.Context(), wire.Exec{Argv: []string{"bash", "-c", "head -c 100M /dev/zero; echo $? >done"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -289,19 +289,21 @@ func TestStalledReaderIsBounded(t *testing.T) {
 			total += len(p)
 		}
 	}
-	if total != 300<<20 || s.Exit().ExitCode != 0 {
+	if total != 100<<20 || s.Exit().ExitCode != 0 {
 		t.Errorf("got %d bytes, %+v", total, s.Exit())
 	}
 }
 
 func TestTooManyCommands(t *testing.T) {
+	const limit = 24
 	b := start(t)
+	b.a.procs.limit = limit
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var wg sync.WaitGroup
 	var mu sync.Mutex
 	codes := map[sandlot.Code]int{}
-	for range maxProcesses + 20 {
+	for range limit + 20 {
 		wg.Go(func() {
 			s, err := b.Exec(ctx, wire.Exec{Argv: []string{"sleep", "1000"}})
 			mu.Lock()
@@ -316,9 +318,9 @@ func TestTooManyCommands(t *testing.T) {
 	eventually(t, "all answered", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		return codes[""]+codes[sandlot.CodeRateLimited] == maxProcesses+20
+		return codes[""]+codes[sandlot.CodeRateLimited] == limit+20
 	})
-	if codes[""] != maxProcesses {
+	if codes[""] != limit {
 		t.Errorf("got %v", codes)
 	}
 	cancel()

@@ -97,6 +97,7 @@ func (p *proc) describe() wire.Process {
 type table struct {
 	mu      sync.Mutex
 	closed  bool
+	limit   int
 	busy    int // running or about to
 	byPID   map[int]*proc
 	retired []*proc               // finished, oldest first
@@ -104,7 +105,7 @@ type table struct {
 }
 
 func newTable() *table {
-	return &table{byPID: make(map[int]*proc), held: make(map[*os.File]struct{})}
+	return &table{limit: maxProcesses, byPID: make(map[int]*proc), held: make(map[*os.File]struct{})}
 }
 
 const maxHeld = 512
@@ -154,8 +155,8 @@ func (t *table) reserve() error {
 	if t.closed {
 		return sandlot.Errorf(sandlot.CodeSandboxUnhealthy, "the agent is closing")
 	}
-	if t.busy >= maxProcesses {
-		return sandlot.Errorf(sandlot.CodeRateLimited, "%d commands run at the same time, which is the limit; wait for one or kill one", maxProcesses).With("retry_after_s", 1)
+	if t.busy >= t.limit {
+		return sandlot.Errorf(sandlot.CodeRateLimited, "%d commands run at the same time, which is the limit; wait for one or kill one", t.limit).With("retry_after_s", 1)
 	}
 	t.busy++
 	return nil
@@ -225,12 +226,16 @@ func (t *table) close(machine bool) {
 	t.mu.Lock()
 	t.closed = true
 	t.mu.Unlock()
+	var leaders []int
 	for _, p := range t.all() {
 		// A session's number is not given to another process while the session has members: where the
 		// leader is gone but a process has its pid, nothing of ours is left.
 		if p.running() || !machine && !isDir("/proc/"+itoa(p.pid)) {
-			killTree(p.pid)
+			leaders = append(leaders, p.pid)
 		}
+	}
+	if len(leaders) > 0 {
+		killTree(leaders...)
 	}
 	for _, p := range t.all() {
 		select {

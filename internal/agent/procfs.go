@@ -37,9 +37,8 @@ func pids() iter.Seq[int] {
 }
 
 type procStat struct {
-	state   byte
-	session int
-	ticks   int64 // after the machine's boot, when it started
+	state byte
+	ticks int64 // after the machine's boot, when it started
 }
 
 // readStat reads /proc/pid/stat. The command's name in it may hold anything, so fields count from the last ')'.
@@ -56,9 +55,8 @@ func readStat(pid int) (procStat, bool) {
 	if len(f) < 20 {
 		return procStat{}, false
 	}
-	session, _ := strconv.Atoi(f[3])
 	ticks, _ := strconv.ParseInt(f[19], 10, 64)
-	return procStat{state: f[0][0], session: session, ticks: ticks}, true
+	return procStat{state: f[0][0], ticks: ticks}, true
 }
 
 // describeOther is what listing shows of a process that the agent did not start.

@@ -12,6 +12,8 @@ import (
 
 	"sandlot"
 	"sandlot/internal/wire"
+
+	"golang.org/x/sys/unix"
 )
 
 // notStarted says that a shell would have printed Message and exited with Code.
@@ -218,18 +220,23 @@ func sentence(e syscall.Errno) string {
 	return strings.ToUpper(s[:1]) + s[1:]
 }
 
-// killTree ends the group of a process and all that kept its session.
-func killTree(pid int) {
-	if pid <= 1 {
-		return
+// killTree ends the groups of processes that led a session, and all that kept the session.
+func killTree(leaders ...int) {
+	sessions := make(map[int]bool, len(leaders))
+	for _, pid := range leaders {
+		if pid > 1 {
+			sessions[pid] = true
+			_ = syscall.Kill(-pid, syscall.SIGKILL)
+		}
 	}
-	_ = syscall.Kill(-pid, syscall.SIGKILL)
 	// What called setpgid left the group but not the session. It may fork while it is being killed.
 	for range 5 {
 		found := false
 		for other := range pids() {
-			st, ok := readStat(other)
-			if ok && st.session == pid && st.state != 'Z' && st.state != 'X' {
+			if sid, err := unix.Getsid(other); err != nil || !sessions[sid] {
+				continue
+			}
+			if st, ok := readStat(other); ok && st.state != 'Z' && st.state != 'X' {
 				found = true
 				_ = syscall.Kill(other, syscall.SIGKILL)
 			}
