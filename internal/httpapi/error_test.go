@@ -35,6 +35,7 @@ func TestEnvelopeEverywhere(t *testing.T) {
 		{"DELETE", boxes + "/usage", "", 405, "method_not_allowed"},
 		{"POST", boxes, `{`, 400, "invalid_request"},
 		{"POST", boxes, `[]`, 400, "invalid_request"},
+		{"POST", boxes, `null`, 400, "invalid_request"},
 		{"POST", boxes, `"x"`, 400, "invalid_request"},
 		{"POST", boxes, `{} {}`, 400, "invalid_request"},
 		{"POST", boxes, "{\"name\":\"\xff\"}", 400, "invalid_request"},

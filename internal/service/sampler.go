@@ -2,6 +2,7 @@ package service
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -16,6 +17,8 @@ const (
 	// guest about a millisecond, so that an idle one is left asleep.
 	countAfter = 50 // milliseconds
 	goneAfter  = 2  // samples
+
+	flushPortion = 50 // sandboxes in one transaction
 )
 
 func (s *Service) sampleLoop(ctx context.Context) {
@@ -77,7 +80,17 @@ func (s *Service) sample(ctx context.Context) error {
 		})
 	}
 	wait.Wait()
-	return s.store.Flush(ctx, s.activity(samples))
+	return s.flush(ctx, samples)
+}
+
+// flush stores in portions: a create waits behind one of them, not behind a thousand sandboxes.
+func (s *Service) flush(ctx context.Context, samples map[sandlot.ID]sandlot.Sample) error {
+	for part := range slices.Chunk(s.activity(samples), flushPortion) {
+		if err := s.store.Flush(ctx, part); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (l *live) missed() int {

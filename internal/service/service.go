@@ -171,7 +171,7 @@ func (s *Service) Close(ctx context.Context) error {
 	s.ready.Store(false)
 	s.stop()
 	s.loops.Wait()
-	err := s.store.Flush(ctx, s.activity(nil))
+	err := s.flush(ctx, nil)
 	for _, l := range s.all() {
 		l.closeGuest()
 	}
@@ -286,7 +286,7 @@ func (s *Service) crashed(ctx context.Context, l *live, detail string) {
 
 // maintainLoop keeps the store bounded.
 func (s *Service) maintainLoop(ctx context.Context) {
-	for sleep(ctx, 10*time.Minute) == nil {
+	for sleep(ctx, time.Minute) == nil {
 		if err := s.store.Maintain(ctx, s.clock.Now()); err != nil && ctx.Err() == nil {
 			s.log.Warn("the store was not tidied", "error", err)
 		}

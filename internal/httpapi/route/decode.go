@@ -51,6 +51,9 @@ func Unmarshal(body []byte, v any) error {
 	if !utf8.Valid(body) {
 		return sandlot.Errorf(sandlot.CodeInvalidRequest, "the body is not valid UTF-8")
 	}
+	if b := bytes.TrimLeft(body, " \t\r\n"); len(b) > 0 && b[0] != '{' {
+		return sandlot.Errorf(sandlot.CodeInvalidRequest, "the body must be a JSON object")
+	}
 	d := json.NewDecoder(bytes.NewReader(body))
 	d.UseNumber()
 	if err := check(d, reflect.TypeOf(v).Elem(), "", 0); err != nil {

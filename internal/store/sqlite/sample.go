@@ -68,21 +68,21 @@ func (s *Store) LastAlive(ctx context.Context, id sandlot.ID) (time.Time, error)
 	return at(v), fault(err)
 }
 
-// Maintain thins old samples out to one a minute and forgets what is past its time. It works in steps of
-// one transaction each, so that no create waits long behind it.
+// Maintain thins old samples out to one a minute and forgets what is past its time. It works in short
+// transactions, each bounded by what happened in one minute, so that no create waits long behind it.
 func (s *Store) Maintain(ctx context.Context, now time.Time) error {
-	// Whole minutes only: a minute is merged once, when all of it is old.
-	cut := ms(now.Add(-store.FineSamples).Truncate(time.Minute))
-	steps := []struct {
+	ended := func(kept time.Duration) []any { // since the last time: those before are done
+		return []any{s.maintained.Load() - kept.Milliseconds(), ms(now.Add(-kept))}
+	}
+	for _, st := range []struct {
 		query string
 		args  []any
 	}{
 		{`DELETE FROM idempotency WHERE created_at < ?`, []any{ms(now.Add(-store.IdempotencyKept))}},
-		{`DELETE FROM samples WHERE at < ?`, []any{ms(now.Add(-store.MaxSampleAge))}},
-		{`DELETE FROM samples WHERE sandbox IN (SELECT id FROM sandboxes WHERE ended_at < ?)`, []any{ms(now.Add(-store.SamplesAfterEnd))}},
-		{`DELETE FROM events WHERE sandbox IN (SELECT id FROM sandboxes WHERE ended_at < ?)`, []any{ms(now.Add(-store.EventsAfterEnd))}},
-	}
-	for _, st := range steps {
+		{`DELETE FROM samples WHERE at < ?1 AND sandbox IN (SELECT id FROM sandboxes WHERE ended_at IS NULL AND created_at < ?1)`, []any{ms(now.Add(-store.MaxSampleAge))}},
+		{`DELETE FROM samples WHERE sandbox IN (SELECT id FROM sandboxes WHERE ended_at >= ? AND ended_at < ?)`, ended(store.SamplesAfterEnd)},
+		{`DELETE FROM events WHERE sandbox IN (SELECT id FROM sandboxes WHERE ended_at >= ? AND ended_at < ?)`, ended(store.EventsAfterEnd)},
+	} {
 		if err := s.tx(ctx, func(tx *sql.Tx) error {
 			_, err := tx.ExecContext(ctx, st.query, st.args...)
 			return err
@@ -90,16 +90,33 @@ func (s *Store) Maintain(ctx context.Context, now time.Time) error {
 			return err
 		}
 	}
-	// The minute's last sample stays, with the mean of the CPU and the greatest memory and process count.
+	s.maintained.Store(ms(now))
+	const minute = int64(time.Minute / time.Millisecond)
+	cut := ms(now.Add(-store.FineSamples)) / minute * minute
+	for {
+		var first sql.NullInt64
+		if err := s.read.QueryRowContext(ctx, `SELECT min(at) FROM samples WHERE coarse = 0 AND at < ?`, cut).Scan(&first); err != nil || !first.Valid {
+			return fault(err)
+		}
+		from := first.Int64 / minute * minute
+		if err := s.thin(ctx, from, from+minute); err != nil {
+			return err
+		}
+	}
+}
+
+// thin merges each sandbox's fine samples of one minute: the last stays, with the mean of the CPU and the
+// greatest memory and process count.
+func (s *Store) thin(ctx context.Context, from, to int64) error {
 	return s.tx(ctx, func(tx *sql.Tx) error {
 		if _, err := tx.ExecContext(ctx, `INSERT OR REPLACE INTO samples
 			SELECT f.sandbox, f.at, 1, g.cpu, f.cpu_ms, g.memory, f.net_rx, f.net_tx, g.processes, f.disk_used, f.disk_total
 			FROM (SELECT sandbox, max(at) AS last, avg(cpu) AS cpu, max(memory) AS memory, max(processes) AS processes
-				FROM samples WHERE coarse = 0 AND at < ?1 GROUP BY sandbox, at / 60000) g
-			JOIN samples f ON f.sandbox = g.sandbox AND f.at = g.last`, cut); err != nil {
+				FROM samples WHERE coarse = 0 AND at >= ?1 AND at < ?2 GROUP BY sandbox) g
+			JOIN samples f ON f.sandbox = g.sandbox AND f.at = g.last`, from, to); err != nil {
 			return err
 		}
-		_, err := tx.ExecContext(ctx, `DELETE FROM samples WHERE coarse = 0 AND at < ?`, cut)
+		_, err := tx.ExecContext(ctx, `DELETE FROM samples WHERE coarse = 0 AND at >= ? AND at < ?`, from, to)
 		return err
 	})
 }

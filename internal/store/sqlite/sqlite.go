@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"time"
 
 	"github.com/pressly/goose/v3"
@@ -35,6 +36,8 @@ type Store struct {
 	write *sql.DB // one connection: SQLite has one writer, and waiting in Go is fair where its lock is not
 	read  *sql.DB
 	stmts statements
+
+	maintained atomic.Int64 // Unix milliseconds of the last Maintain of this process
 }
 
 // Open opens or makes the database in dir, which becomes 0700, and brings it to this program's version.
