@@ -40,6 +40,10 @@ type serveCmd struct {
 }
 
 func (cmd *serveCmd) Run(ctx context.Context, s *streams) error {
+	// Whatever the caller left open is nobody's business who is started from here.
+	if err := unix.CloseRange(3, ^uint(0), unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return err
+	}
 	c, err := loadConfig(cmd.Config)
 	if err != nil {
 		return err

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -274,6 +276,23 @@ func (g *Cgroup) Kill(ctx context.Context) error {
 		}
 		return left == 0, nil
 	})
+}
+
+// Children lists the names of the groups right below, of any hierarchy.
+func (g *Cgroup) Children() []string {
+	found := map[string]bool{}
+	for _, root := range g.all.roots {
+		entries, err := os.ReadDir(filepath.Join(root, g.path))
+		if err != nil {
+			continue // not in this hierarchy
+		}
+		for _, e := range entries {
+			if e.IsDir() {
+				found[e.Name()] = true
+			}
+		}
+	}
+	return slices.Sorted(maps.Keys(found))
 }
 
 // Remove removes the group from every hierarchy. One that does not exist is no error.

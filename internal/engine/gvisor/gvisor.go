@@ -158,6 +158,8 @@ func (e *Engine) forget(m *machine) {
 
 // Remove removes what the engine itself keeps on the host outside StateDir. Its machines must be gone.
 func (e *Engine) Remove(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, reapTimeout) // somebody's group below ours would keep it for ever
+	defer cancel()
 	err := e.cgroups.Group(e.group).Remove(ctx)
 	return errors.Join(err, os.RemoveAll(e.cfg.RunDir))
 }

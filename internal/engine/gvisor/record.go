@@ -6,8 +6,11 @@ import (
 	"errors"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 
 	"sandlot"
@@ -44,7 +47,7 @@ func (e *Engine) readRecord(id sandlot.ID) (record, error) {
 	none := record{Record: engine.Record{ID: id, Engine: Name}}
 	f, err := os.Open(filepath.Join(e.dir(id), "record.json"))
 	if errors.Is(err, fs.ErrNotExist) {
-		if _, err := os.Stat(e.dir(id)); err != nil {
+		if !e.exists(id) {
 			return none, sandlot.Errorf(sandlot.CodeNotFound, "there is no machine %s", id)
 		}
 		return none, nil
@@ -64,17 +67,52 @@ func (e *Engine) readRecord(id sandlot.ID) (record, error) {
 	return r, nil
 }
 
+// ids are all machines that there is anything of: a directory, a run directory, a cgroup. Somebody may have removed
+// one and not the others.
+func (e *Engine) ids() ([]sandlot.ID, error) {
+	found := map[sandlot.ID]bool{}
+	for _, dir := range []string{e.machines, e.cfg.RunDir} {
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		for _, ent := range entries {
+			// The run directory has other things in it, too.
+			if id, err := sandlot.ParseID(ent.Name()); err == nil && ent.IsDir() && (dir == e.machines || isMachine(id)) {
+				found[id] = true
+			}
+		}
+	}
+	for _, name := range e.cgroups.Group(e.group).Children() {
+		if id, err := sandlot.ParseID(name); err == nil && isMachine(id) {
+			found[id] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(found)), nil
+}
+
+// isMachine says whether an id is one that a node gives to a machine.
+func isMachine(id sandlot.ID) bool {
+	return strings.HasPrefix(string(id), sandlot.PrefixSandbox) && len(id) == len(sandlot.PrefixSandbox)+20
+}
+
+// exists says whether there is anything of a machine.
+func (e *Engine) exists(id sandlot.ID) bool {
+	for _, dir := range []string{e.dir(id), e.run(id)} {
+		if _, err := os.Lstat(dir); err == nil {
+			return true
+		}
+	}
+	return slices.Contains(e.cgroups.Group(e.group).Children(), string(id))
+}
+
 func (e *Engine) records() ([]record, error) {
-	entries, err := os.ReadDir(e.machines)
+	ids, err := e.ids()
 	if err != nil {
 		return nil, err
 	}
 	var recs []record
-	for _, ent := range entries {
-		id, err := sandlot.ParseID(ent.Name())
-		if err != nil || !ent.IsDir() {
-			continue // not ours
-		}
+	for _, id := range ids {
 		r, err := e.readRecord(id)
 		if sandlot.ErrorCode(err) == sandlot.CodeNotFound {
 			continue // removed meanwhile
