@@ -219,7 +219,7 @@ func (o *operation) serve(call *call, w http.ResponseWriter, r *http.Request) er
 		w.Header().Set("Allow", op.Method)
 		return sandlot.Errorf(sandlot.CodeMethod, "a stream has no HEAD")
 	}
-	q := &route.Request{W: w, R: r, Op: op, ID: call.id, Received: call.start, Log: a.log, Beat: a.limits.Beat, Stall: a.limits.Stall}
+	q := &route.Request{W: w, R: r, Op: op, ID: call.id, Received: call.start, Log: a.log, Beat: a.limits.Beat, Stall: a.limits.Stall, Drain: a.drain}
 	if op.Action != 0 {
 		p, err := a.authenticate(r)
 		if err != nil {
@@ -239,17 +239,7 @@ func (o *operation) serve(call *call, w http.ResponseWriter, r *http.Request) er
 	if err := q.CheckQuery(); err != nil {
 		return err
 	}
-	if op.Stream {
-		ctx, cancel := context.WithCancelCause(r.Context())
-		defer cancel(nil)
-		defer context.AfterFunc(a.drain, func() { cancel(route.ErrShuttingDown) })()
-		q.R = r.WithContext(ctx)
-	}
-	err := op.Handle(q)
-	if err != nil && context.Cause(q.R.Context()) == error(route.ErrShuttingDown) {
-		return route.ErrShuttingDown
-	}
-	return err
+	return route.Cause(r.Context(), op.Handle(q))
 }
 
 // authenticate reads the bearer token. The scheme's case does not matter; nothing else may be around it.

@@ -212,6 +212,8 @@ func TestShutdownEndsStreams(t *testing.T) {
 	}
 	slow := make(chan answer, 1)
 	go func() { slow <- w.do("POST", boxes+"/"+id+"/exec", `{"cmd":"sleep 100","timeout_s":200}`) }()
+	soon := make(chan answer, 1)
+	go func() { soon <- w.do("POST", boxes+"/"+id+"/exec", `{"cmd":"sleep 1; echo done"}`) }()
 	time.Sleep(300 * time.Millisecond)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
@@ -223,6 +225,9 @@ func TestShutdownEndsStreams(t *testing.T) {
 		if e.Type != "error" || e.Error["code"] != "shutting_down" || e.Error["request_id"] == "" {
 			t.Errorf("%+v", e)
 		}
+	}
+	if a := <-soon; a.status != http.StatusOK || !strings.Contains(string(a.body), "done") {
+		t.Errorf("a command that ends within the grace: %d %s", a.status, a.body)
 	}
 	if a := <-slow; a.status != http.StatusServiceUnavailable || a.code(t) != "shutting_down" {
 		t.Errorf("the command in the foreground: %d %s", a.status, a.body)

@@ -132,11 +132,11 @@ func (a api) exec(q *route.Request) error {
 		}
 		return q.JSON(backgroundBody{p.PID, p.LogPath})
 	case in.Stream:
-		ctx, cancel := context.WithCancel(q.Context())
+		ctx, cancel := q.Stream()
 		defer cancel()
 		s, err := a.service.ExecStream(ctx, q.Grant, id, req)
 		if err != nil {
-			return err
+			return route.Cause(ctx, err)
 		}
 		return relay(q, ctx, cancel, s)
 	}
@@ -200,9 +200,7 @@ func relay(q *route.Request, ctx context.Context, cancel func(), s *service.Stre
 			if errors.Is(err, io.EOF) {
 				return nil
 			}
-			if cause := context.Cause(ctx); cause == error(route.ErrShuttingDown) { //nolint:errorlint // the value itself
-				err = cause
-			}
+			err = route.Cause(ctx, err)
 			sse.Error(err)
 			return err
 		}

@@ -1,7 +1,6 @@
 package projectapi
 
 import (
-	"context"
 	"net/http"
 	"strconv"
 	"strings"
@@ -320,11 +319,11 @@ func (a api) watch(q *route.Request) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancel(q.Context())
+	ctx, cancel := q.Stream()
 	defer cancel()
 	w, err := a.service.WatchFiles(ctx, q.Grant, id, where, recursive)
 	if err != nil {
-		return err
+		return route.Cause(ctx, err)
 	}
 	defer w.Close()
 	sse := route.NewSSE(q, cancel)
@@ -335,9 +334,7 @@ func (a api) watch(q *route.Request) error {
 	for {
 		e, ok, err := w.Next()
 		if err != nil {
-			if cause := context.Cause(ctx); cause == error(route.ErrShuttingDown) { //nolint:errorlint // the value itself
-				err = cause
-			}
+			err = route.Cause(ctx, err)
 			sse.Error(err)
 			return err
 		}

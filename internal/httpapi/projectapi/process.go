@@ -1,7 +1,6 @@
 package projectapi
 
 import (
-	"context"
 	"encoding/base64"
 	"net/http"
 	"strconv"
@@ -100,11 +99,11 @@ func (a api) follow(q *route.Request) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancel(q.Context())
+	ctx, cancel := q.Stream()
 	defer cancel()
 	s, err := a.service.Follow(ctx, q.Grant, id, pid)
 	if err != nil {
-		return err
+		return route.Cause(ctx, err)
 	}
 	return relay(q, ctx, cancel, s)
 }

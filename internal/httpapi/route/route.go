@@ -59,6 +59,8 @@ type Request struct {
 	Grant    authz.Grant
 	Received time.Time
 	Log      *slog.Logger
+	// Drain ends when streams are to end.
+	Drain context.Context //nolint:containedctx // the server's, not the call's
 	// Beat is the time between signs of life on a silent stream.
 	Beat time.Duration
 	// Stall is how long a transfer may make no progress.
@@ -67,6 +69,25 @@ type Request struct {
 
 // Context is the request's.
 func (q *Request) Context() context.Context { return q.R.Context() }
+
+// Stream is the context of a stream: it also ends, with cause ErrShuttingDown, when the server begins to
+// stop. Calls that only take long have until it has to.
+func (q *Request) Stream() (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancelCause(q.Context())
+	stop := context.AfterFunc(q.Drain, func() { cancel(ErrShuttingDown) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+	}
+}
+
+// Cause is err, or ErrShuttingDown when that is why ctx ended.
+func Cause(ctx context.Context, err error) error {
+	if err != nil && context.Cause(ctx) == error(ErrShuttingDown) { //nolint:errorlint // the value itself
+		return ErrShuttingDown
+	}
+	return err
+}
 
 // SandboxID is the path's {id}. What is no id is not_found: it names nothing.
 func (q *Request) SandboxID() (sandlot.ID, error) {
