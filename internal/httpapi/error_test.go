@@ -150,7 +150,7 @@ func TestPanicIsAnAnswer(t *testing.T) {
 }
 
 func TestRateLimit(t *testing.T) {
-	w := newWorld(t, Limits{RequestsPerSecond: 2, Burst: 3})
+	w := newWorld(t, Limits{RequestsPerSecond: 0.2, Burst: 3})
 	var limited answer
 	for range 5 {
 		if a := w.do("GET", "/api/v1/whoami", ""); a.status == http.StatusTooManyRequests {

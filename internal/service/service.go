@@ -94,6 +94,7 @@ type Service struct {
 	wake    chan struct{}
 	wakeAt  atomic.Int64 // elapsed nanoseconds at which the reaper wakes by itself
 	ready   atomic.Bool
+	readyAt atomic.Int64 // elapsed nanoseconds of the last good answer
 	closing atomic.Bool
 	stop    context.CancelFunc
 	loops   sync.WaitGroup
@@ -183,10 +184,18 @@ func (s *Service) Ready(ctx context.Context) error {
 	if !s.ready.Load() {
 		return errNotReady
 	}
+	// Anybody may ask: the answer of a moment ago does, so that asking costs no write to the disk each time.
+	if at := s.readyAt.Load(); at != 0 && s.clock.Elapsed()-time.Duration(at) < time.Second {
+		return nil
+	}
 	if _, err := s.node.Info(ctx); err != nil {
 		return sandlot.Wrap(err, sandlot.CodeUnavailable, "the node does not answer").With("retry_after_s", 1)
 	}
-	return s.store.Ping(ctx)
+	if err := s.store.Ping(ctx); err != nil {
+		return err
+	}
+	s.readyAt.Store(int64(s.clock.Elapsed()))
+	return nil
 }
 
 // reconcile makes node and store agree. Creates wait for it, so that no machine is removed between its
