@@ -1,5 +1,6 @@
-// Command runsc is gVisor's own command line at the version that Sandlot pins, with the sentry's seccomp
-// filters compiled ahead.
+// Command runsc is gVisor's own command line at the version that Sandlot pins, with three changes: the
+// sentry's seccomp filters are compiled ahead (filters.go), an idle sandbox keeps still (idle.go), and a sandbox
+// joins a cgroup that exists (limits.go).
 //
 // It is a nested module so that gVisor's dependencies never meet the server's. Build it without cgo (the
 // filters of a cgo build are wider and have another key):
@@ -10,15 +11,26 @@
 package main
 
 import (
+	"fmt"
 	"os"
+	"runtime"
 
 	"gvisor.dev/gvisor/runsc/cli/maincli"
 )
 
 func main() {
-	if command(os.Args[1:]) == "boot" {
+	switch command(os.Args[1:]) {
+	case "boot":
 		registerFilters()
 		keepStill()
+		own, _ := os.ReadFile("/proc/self/cgroup")
+		memory, cpus := cgroupLimits("/sys/fs/cgroup", own, int64(runtime.NumCPU()))
+		os.Args = limitArgs(os.Args, memory, cpus)
+	case "run":
+		if err := joinCgroups(); err != nil {
+			fmt.Fprintln(os.Stderr, "runsc:", err)
+			os.Exit(128)
+		}
 	}
 	maincli.Main()
 }

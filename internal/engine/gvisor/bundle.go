@@ -35,13 +35,6 @@ const pooledWeight = 10
 // writeBundle writes the OCI bundle.
 func (e *Engine) writeBundle(spec engine.Spec, slot int) error {
 	memory := int64(spec.Size.MemoryMB) << 20
-	quota := int64(spec.Size.VCPU) * 100_000
-	period := uint64(100_000)
-	shares := uint64(1024)
-	if spec.Pooled {
-		shares = shares * pooledWeight / 100
-	}
-	pids := int64(outerPIDs)
 	uid := uint32(uidBase(slot))
 	env := []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 	for _, k := range slices.Sorted(maps.Keys(spec.Template.Env)) {
@@ -83,12 +76,6 @@ func (e *Engine) writeBundle(spec engine.Spec, slot int) error {
 		Linux: &specs.Linux{
 			UIDMappings: []specs.LinuxIDMapping{{ContainerID: 0, HostID: uid, Size: uidRange}},
 			GIDMappings: []specs.LinuxIDMapping{{ContainerID: 0, HostID: uid, Size: uidRange}},
-			CgroupsPath: e.cgroup(spec.ID).Path(),
-			Resources: &specs.LinuxResources{
-				Memory: &specs.LinuxMemory{Limit: &memory},
-				CPU:    &specs.LinuxCPU{Quota: &quota, Period: &period, Shares: &shares},
-				Pids:   &specs.LinuxPids{Limit: &pids},
-			},
 			Namespaces: []specs.LinuxNamespace{
 				{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace},
 				{Type: specs.MountNamespace}, {Type: specs.UserNamespace},
@@ -114,6 +101,7 @@ func (e *Engine) runscArgs(spec engine.Spec) []string {
 		"--root=" + filepath.Join(dir, "runsc"),
 		"--log=" + filepath.Join(dir, "runsc.log"), "--log-format=json",
 		"--network=sandbox",
+		"--ignore-cgroups",               // the machine's is made already; our runsc joins it
 		"--host-uds=open",                // the agent dials its socket; it can make none
 		"--file-access-mounts=exclusive", // nobody else writes to /workspace, so gVisor may cache it
 		"--allow-suid",                   // sudo

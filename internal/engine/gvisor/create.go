@@ -133,6 +133,7 @@ func (e *Engine) prepare(ctx context.Context, spec engine.Spec, m *machine, part
 		}
 		return failpoint.Hit(ctx, "gvisor.create.disk")
 	})
+	g.Go(func() error { return e.makeCgroup(spec) })
 	g.Go(func() error {
 		begun := time.Now()
 		defer func() { parts.Network = time.Since(begun) }()
@@ -168,6 +169,26 @@ func (e *Engine) prepare(ctx context.Context, spec engine.Spec, m *machine, part
 	return g.Wait()
 }
 
+// cgroupsVar tells our runsc which cgroups to join; it is engines/runsc's name.
+const cgroupsVar = "SANDLOT_CGROUPS"
+
+// makeCgroup makes the machine's cgroup with its limits.
+func (e *Engine) makeCgroup(spec engine.Spec) error {
+	g := e.cgroup(spec.ID)
+	if err := g.Make(limits(spec.Size)); err != nil {
+		return err
+	}
+	if spec.Pooled {
+		return g.SetWeight(pooledWeight)
+	}
+	return nil
+}
+
+// limits are a size's, as the host enforces them.
+func limits(size sandlot.Size) hostos.Limits {
+	return hostos.Limits{MemoryBytes: int64(size.MemoryMB) << 20, CPUMilli: int64(size.VCPU) * 1000, PIDs: outerPIDs}
+}
+
 // start runs runsc, which returns when the sandbox runs on its own.
 func (e *Engine) start(ctx context.Context, spec engine.Spec, m *machine) error {
 	dir := e.dir(spec.ID)
@@ -180,7 +201,7 @@ func (e *Engine) start(ctx context.Context, spec engine.Spec, m *machine) error 
 	pidFile := filepath.Join(dir, "pid")
 	args := append(e.runscArgs(spec), "run", "--detach", "--bundle="+filepath.Join(dir, "bundle"), "--pid-file="+pidFile, string(spec.ID))
 	cmd := exec.CommandContext(ctx, e.cfg.Runsc, args...)
-	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
+	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", cgroupsVar + "=" + strings.Join(e.cgroup(spec.ID).ProcFiles(), ":")}
 	cmd.Stdout, cmd.Stderr = console, console
 	cmd.Dir = "/"
 	// If this process is killed the helper goes too; what it had started by then is in the cgroup.

@@ -128,7 +128,7 @@ func (m *machine) Resize(_ context.Context, size sandlot.Size) error {
 	if size == m.rec.Size {
 		return nil
 	}
-	return g.Set(hostos.Limits{MemoryBytes: int64(size.MemoryMB) << 20, CPUMilli: int64(size.VCPU) * 1000})
+	return g.Set(limits(size))
 }
 
 // Usage implements engine.Machine.
