@@ -176,14 +176,8 @@ func runAPI(ctx context.Context, c apiConfig, host node.Node, ln net.Listener, l
 	svc := service.New(service.Config{
 		Store: db, Node: host, Authz: az, Log: log, MaxSandboxes: c.MaxSandboxes, DefaultTemplate: c.DefaultTemplate,
 	})
-	secret, err := svc.Bootstrap(ctx)
-	if err != nil {
+	if err := svc.FirstStart(ctx, keepOwner); err != nil {
 		return err
-	}
-	if secret != "" {
-		if err := keepOwner(secret); err != nil {
-			return err
-		}
 	}
 	srv := httpapi.NewServer(httpapi.New(httpapi.Config{
 		Service: svc, Authz: az, Log: log, Version: version, OpenMetrics: c.OpenMetrics,
