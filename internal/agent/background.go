@@ -43,7 +43,7 @@ func (a *Agent) startBackground(id *identity, e *wire.Exec) (*proc, error) {
 		return nil, err
 	}
 	_ = syscall.SetNonblock(in[1], true)
-	pin := &stdin{f: os.NewFile(uintptr(in[1]), "|1")}
+	pin := newStdin(os.NewFile(uintptr(in[1]), "|1"))
 	p, err := a.launch(id, u, e, [3]int{in[0], out.w, out.w}, log, pin)
 	_ = syscall.Close(in[0])
 	if err != nil {
@@ -59,7 +59,8 @@ func (a *Agent) startBackground(id *identity, e *wire.Exec) (*proc, error) {
 	}
 	out.started()
 	if len(e.Stdin) > 0 {
-		go func() { _, _ = pin.write(a.ctx, e.Stdin) }()
+		pin.turn <- struct{}{} // what comes later comes after it
+		go func() { _, _ = pin.writeInTurn(a.ctx, e.Stdin) }()
 	}
 	drained := make(chan struct{})
 	a.procs.hold(out.r)

@@ -20,8 +20,8 @@ const (
 )
 
 // listener is a net.Listener whose connections are dialled, not accepted. It keeps wire.Spares streams open
-// that have never carried a request, because only those can be taken by somebody new on the host's side: a
-// stream that was used and is idle belongs to the client that used it.
+// that nobody has taken, because only those are there for somebody new on the host's side: a stream that was
+// used and is idle belongs to the client that used it.
 //
 // Each spare has a goroutine, which dials, says the hello, hands the stream to the server, and waits until
 // the stream is used or closed; then it dials the next.
@@ -35,7 +35,7 @@ type listener struct {
 	wg     sync.WaitGroup
 
 	mu    sync.Mutex
-	fresh map[net.Conn]chan bool // unused streams; receives true when used, false when closed unused
+	fresh map[net.Conn]chan bool // streams not taken; receives true when taken, false when closed before
 }
 
 func newListener(ctx context.Context, dial func(context.Context) (net.Conn, error), secret string, log *slog.Logger) *listener {
@@ -101,10 +101,41 @@ func (l *listener) open() (net.Conn, error) {
 		return nil, err
 	}
 	_ = conn.SetWriteDeadline(time.Time{})
-	return conn, nil
+	return &stream{Conn: conn, l: l}, nil
 }
 
-// offer hands conn to the server and waits until it carries its first request (true) or is closed (false).
+// stream notices the first byte that comes: from then on it is somebody's.
+type stream struct {
+	net.Conn
+	l     *listener
+	taken bool // only the server's reader looks
+}
+
+func (s *stream) Read(p []byte) (int, error) {
+	n, err := s.Conn.Read(p)
+	if s.taken || n == 0 {
+		return n, err
+	}
+	s.taken = true
+	s.l.settle(s, true)
+	if p[0] != wire.Take {
+		return n, err
+	}
+	if n = copy(p, p[1:n]); n == 0 && err == nil {
+		return s.Conn.Read(p)
+	}
+	return n, err
+}
+
+// CloseWrite lets the server end an answer before it hangs up on a body that it does not want.
+func (s *stream) CloseWrite() error {
+	if c, ok := s.Conn.(interface{ CloseWrite() error }); ok {
+		return c.CloseWrite()
+	}
+	return nil
+}
+
+// offer hands conn to the server and waits until it is taken (true) or closed (false).
 func (l *listener) offer(conn net.Conn) bool {
 	used := make(chan bool, 1)
 	l.mu.Lock()
@@ -128,11 +159,9 @@ func (l *listener) offer(conn net.Conn) bool {
 // track is the server's ConnState.
 func (l *listener) track(conn net.Conn, state http.ConnState) {
 	switch state {
-	case http.StateActive:
-		l.settle(conn, true)
 	case http.StateClosed, http.StateHijacked:
 		l.settle(conn, false)
-	case http.StateNew, http.StateIdle:
+	case http.StateNew, http.StateActive, http.StateIdle:
 	}
 }
 

@@ -52,6 +52,16 @@ func TestSpares(t *testing.T) {
 	wg.Wait()
 	settled(wire.Spares)
 
+	// A stream that is taken and kept in reserve is no spare.
+	for range 2 * wire.Spares {
+		conn, err := b.h.dial(t.Context())
+		must(t, err)
+		defer func() { _ = conn.Close() }()
+		_, err = conn.Write([]byte{wire.Take})
+		must(t, err)
+		settled(wire.Spares)
+	}
+
 	// The host's process dies, all streams with it, and comes back after a while; then again at once.
 	for _, gap := range []time.Duration{150 * time.Millisecond, 0} {
 		b.CloseIdle()

@@ -250,20 +250,31 @@ func (t *table) close(machine bool) {
 	}
 }
 
-// stdin is the writing end of a background process's standard input.
+// stdin is the writing end of a background process's standard input. turn holds one token: the writer's.
 type stdin struct {
-	mu sync.Mutex // one writer at a time
-	f  *os.File
+	turn chan struct{}
+	f    *os.File
 }
+
+func newStdin(f *os.File) *stdin { return &stdin{turn: make(chan struct{}, 1), f: f} }
 
 func (s *stdin) close() { _ = s.f.Close() }
 
 const stdinPatience = 30 * time.Second
 
-// write gives b to the process, until ctx ends.
+// write waits for its turn and gives b to the process, until ctx ends.
 func (s *stdin) write(ctx context.Context, b []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	select {
+	case s.turn <- struct{}{}:
+	case <-ctx.Done():
+		return 0, os.ErrDeadlineExceeded
+	}
+	return s.writeInTurn(ctx, b)
+}
+
+// writeInTurn is write for who has the turn, and ends it.
+func (s *stdin) writeInTurn(ctx context.Context, b []byte) (int, error) {
+	defer func() { <-s.turn }()
 	_ = s.f.SetWriteDeadline(time.Time{})
 	stop := context.AfterFunc(ctx, func() { _ = s.f.SetWriteDeadline(time.Unix(1, 0)) })
 	defer stop()

@@ -22,6 +22,7 @@ const (
 	callTimeout  = 30 * time.Second  // of a call that only asks something
 	bulkPatience = 120 * time.Second // from a body's last byte to the answer
 	stallTimeout = 60 * time.Second  // without a byte where bytes, or pings, are due
+	takeTimeout  = 5 * time.Second   // of a stream's first byte
 	execGrace    = 15 * time.Second  // beyond a command's own time
 
 	maxJSON   = 16 << 20 // bytes of a JSON answer
@@ -41,7 +42,7 @@ type Client struct {
 
 // New makes a client whose streams come from dial: each speaks HTTP/1.1 with the agent, its hello is over.
 func New(dial func(ctx context.Context) (net.Conn, error)) *Client {
-	dialer := func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) }
+	dialer := func(ctx context.Context, _, _ string) (net.Conn, error) { return take(ctx, dial) }
 	return &Client{
 		calls: &http.Transport{
 			DialContext:            dialer,
@@ -60,6 +61,25 @@ func New(dial func(ctx context.Context) (net.Conn, error)) *Client {
 			ReadBufferSize:         bufferLen,
 			WriteBufferSize:        bufferLen,
 		},
+	}
+}
+
+// take dials until it has a stream that is not dead: parked ones break when the machine is restored.
+func take(ctx context.Context, dial func(ctx context.Context) (net.Conn, error)) (net.Conn, error) {
+	for tries := 0; ; tries++ {
+		conn, err := dial(ctx)
+		if err != nil {
+			return nil, err
+		}
+		_ = conn.SetWriteDeadline(time.Now().Add(takeTimeout))
+		if _, err = conn.Write([]byte{wire.Take}); err == nil {
+			_ = conn.SetWriteDeadline(time.Time{})
+			return conn, nil
+		}
+		_ = conn.Close()
+		if tries == 2*wire.Spares {
+			return nil, err
+		}
 	}
 }
 

@@ -3,7 +3,8 @@
 //
 // The agent opens each stream with a hello: HelloMagic, the machine's secret as 64 hex digits, '\n'. It
 // keeps Spares idle streams open at all times and opens another when one is taken into use, so that the
-// host never waits for a dial.
+// host never waits for a dial. Whoever takes one writes Take on it before anything else, even when its first
+// request comes much later: an HTTP client may well keep in reserve what it dialled.
 //
 // Host and agent are built from one commit and started together, so the protocol has no versions but
 // HelloMagic's.
@@ -20,6 +21,7 @@ const (
 	HelloMagic = "SANDLOT1 "
 	SecretLen  = 64                              // hex digits
 	HelloLen   = len(HelloMagic) + SecretLen + 1 // bytes of a hello, with its newline
+	Take       = '\n'                            // the host's first byte on a stream
 	Spares     = 2                               // idle streams that an agent keeps open
 
 	// GuestDir is where the engine shows the agent its own files: read-only, for root alone.
