@@ -232,7 +232,10 @@ func (e *Engine) start(ctx context.Context, spec engine.Spec, m *machine) error 
 	if err := e.writeRecord(m.rec); err != nil {
 		return err
 	}
-	return m.watch()
+	if err := m.watch(); err != nil {
+		return err
+	}
+	return e.limited(spec.ID, pid)
 }
 
 // runscError returns the last error line of runsc's log.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 
 	"sandlot"
@@ -39,4 +40,13 @@ func (e *Engine) programsFirst(id sandlot.ID) {
 	if !raised {
 		e.cfg.Log.Warn("a sandbox that runs out of memory may end: no process that its programs come from was found", "machine", id)
 	}
+}
+
+// limited checks that a machine is in its cgroup: another runsc than ours joins none, and would run it without limits.
+func (e *Engine) limited(id sandlot.ID, pid int) error {
+	pids, err := e.cgroup(id).PIDs()
+	if err == nil && !slices.Contains(pids, pid) {
+		err = sandlot.Errorf(sandlot.CodeUnsupported, "%s does not join the cgroup of a sandbox: it is not the runsc that ./dev build makes", e.cfg.Runsc)
+	}
+	return err
 }
