@@ -5,11 +5,13 @@ import (
 	"errors"
 	"net/http"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"sandlot/internal/devserver"
+	"sandlot/internal/testenv"
 	"sandlot/test/live"
 )
 
@@ -227,4 +229,12 @@ func TestRestarts(t *testing.T) {
 		return err == nil
 	})
 	check("kill -9 of the HTTP half")
+
+	// The new half's namespace was copied when the sandbox was there: that must not keep its disk.
+	if err := s.Delete(t.Context(), b.ID); err != nil {
+		t.Fatal(err)
+	}
+	live.Eventually(t, 10*time.Second, "nothing of a deleted sandbox is on the host", func() bool {
+		return !slices.ContainsFunc(testenv.Census(t, s.NodeDir()), func(line string) bool { return strings.Contains(line, b.ID) })
+	})
 }

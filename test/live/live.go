@@ -53,9 +53,16 @@ func end(s *devserver.Server) error {
 	if err := s.Stop(); err != nil {
 		return err
 	}
-	left, err := testenv.Owned(s.NodeDir())
-	if err != nil {
-		return err
+	// A mount's last traces go a moment after the process that had it.
+	var left []string
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		var err error
+		if left, err = testenv.Owned(s.NodeDir()); err != nil {
+			return err
+		}
+		if len(left) == 0 || time.Now().After(deadline) {
+			break
+		}
 	}
 	if len(left) > 0 {
 		return fmt.Errorf("left on the host after stop and reap: %q", left)
