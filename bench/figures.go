@@ -194,7 +194,7 @@ func transfer(ctx context.Context, b *bench) error {
 	var up, down []float64
 	for range b.n(5) {
 		begun := time.Now()
-		resp, err := s.Request(ctx, "PUT", path, io.NopCloser(io.LimitReader(zeros{}, fileBytes)))
+		resp, err := s.Upload(ctx, path, io.LimitReader(zeros{}, fileBytes), fileBytes)
 		if err != nil {
 			stop()
 			return err

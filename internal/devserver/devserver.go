@@ -213,11 +213,23 @@ type StatusError struct {
 
 func (e *StatusError) Error() string { return fmt.Sprintf("status %d: %s", e.Status, e.Body) }
 
+// Upload sends a body of a known size below the project's sandboxes. The caller closes the answer's body.
+func (s *Server) Upload(ctx context.Context, path string, body io.Reader, size int64) (*http.Response, error) {
+	return s.send(ctx, http.MethodPut, path, body, size)
+}
+
 // Request sends a request below the project's sandboxes. The caller closes the answer's body.
 func (s *Server) Request(ctx context.Context, method, path string, body io.Reader, headers ...string) (*http.Response, error) {
+	return s.send(ctx, method, path, body, 0, headers...)
+}
+
+func (s *Server) send(ctx context.Context, method, path string, body io.Reader, size int64, headers ...string) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, method, s.URL+base+path, body)
 	if err != nil {
 		return nil, err
+	}
+	if size > 0 {
+		req.ContentLength = size
 	}
 	req.Header.Set("Authorization", "Bearer "+s.Token)
 	for i := 0; i+1 < len(headers); i += 2 {

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -88,7 +89,7 @@ func CopySparse(src, dst string) (err error) {
 }
 
 // MountImage attaches image to a loop device and mounts its ext4 on dir, which must exist. The device goes
-// by itself with the mount. Nobody can set uids or reach devices through it.
+// by itself with the mount. Nobody can set uids or reach devices through it. Trim gives back what is freed.
 func MountImage(image, dir string) error {
 	img, err := os.OpenFile(image, os.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -119,7 +120,7 @@ func MountImage(image, dir string) error {
 			continue
 		}
 		if err == nil {
-			err = unix.Mount(name, dir, "ext4", unix.MS_NOATIME|unix.MS_NODEV|unix.MS_NOSUID, "noinit_itable,discard,errors=continue")
+			err = unix.Mount(name, dir, "ext4", unix.MS_NOATIME|unix.MS_NODEV|unix.MS_NOSUID, "noinit_itable,errors=continue")
 		}
 		dev.Close() // a mount keeps the device; without one autoclear frees it here
 		if err != nil {
@@ -140,6 +141,33 @@ func Unmount(dir string) error {
 		return nil
 	}
 	return err
+}
+
+// Trim gives back to the image's file what its filesystem at dir has freed. Doing it at each removal instead
+// (the mount option discard) costs a third of the time of replacing a large file.
+func Trim(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	all := struct{ start, length, minlen uint64 }{length: ^uint64(0)} // struct fstrim_range
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), fitrim, uintptr(unsafe.Pointer(&all))); errno != 0 {
+		return fmt.Errorf("trim %s: %w", dir, errno)
+	}
+	return nil
+}
+
+// fitrim is _IOWR('X', 121, struct fstrim_range).
+const fitrim = 0xc0185879
+
+// Allocated says how many bytes a sparse file takes.
+func Allocated(path string) (int64, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return 0, err
+	}
+	return st.Blocks * 512, nil
 }
 
 // DiskUsage says how full the filesystem at dir is, in bytes.

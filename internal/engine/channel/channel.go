@@ -133,6 +133,7 @@ func (l *Listener) greet(ctx context.Context, c *net.UnixConn) {
 		return
 	}
 	_ = c.SetReadDeadline(time.Time{})
+	widen(c)
 	for {
 		select {
 		case <-l.closed:
@@ -150,6 +151,23 @@ func (l *Listener) greet(ctx context.Context, c *net.UnixConn) {
 		default:
 		}
 	}
+}
+
+// sendBuffer is how many bytes may be on their way into a guest on one stream. The kernel's default, 208 KiB,
+// has sender and guest take turns: each wake-up of a guest costs more than copying that much.
+const sendBuffer = 1 << 20
+
+// widen raises the send buffer, beyond the host's limit where this process may.
+func widen(c *net.UnixConn) {
+	rc, err := c.SyscallConn()
+	if err != nil {
+		return
+	}
+	_ = rc.Control(func(fd uintptr) {
+		if unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, sendBuffer) != nil {
+			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, sendBuffer)
+		}
+	})
 }
 
 // Dial takes a stream that the agent has opened, and waits for one when there is none.

@@ -61,9 +61,13 @@ var _ engine.Engine = (*Engine)(nil)
 
 // New prepares the directories and reads what an earlier run left there; it starts and ends nothing.
 func New(ctx context.Context, cfg Config) (*Engine, error) {
-	for what, path := range map[string]string{"runsc": cfg.Runsc, "agent": cfg.Agent} {
-		if fi, err := os.Stat(path); err != nil || !fi.Mode().IsRegular() {
-			return nil, sandlot.Errorf(sandlot.CodeUnsupported, "the %s binary %q is not there: build it with ./dev build", what, path)
+	for what, path := range map[string]*string{"runsc": &cfg.Runsc, "agent": &cfg.Agent} {
+		if fi, err := os.Stat(*path); err != nil || !fi.Mode().IsRegular() {
+			return nil, sandlot.Errorf(sandlot.CodeUnsupported, "the %s binary %q is not there: build it with ./dev build", what, *path)
+		}
+		var err error
+		if *path, err = filepath.Abs(*path); err != nil { // runsc starts in another directory
+			return nil, err
 		}
 	}
 	state, err := filepath.Abs(cfg.StateDir)

@@ -6,12 +6,15 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
+	"sandlot"
 	"sandlot/internal/engine"
 	"sandlot/internal/engine/enginetest"
 	"sandlot/internal/engine/gvisor"
+	"sandlot/internal/hostos"
 	"sandlot/internal/testenv"
 )
 
@@ -56,6 +59,41 @@ func TestEngine(t *testing.T) {
 			}
 		},
 	})
+}
+
+// TestFreedSpaceGoesBackToTheHost checks that a guest which writes and removes a large file does not keep the
+// host's disk: sizes are promises, and only what is used may be taken.
+func TestFreedSpaceGoesBackToTheHost(t *testing.T) {
+	dir := nodeDir(t)
+	e := open(t, dir)
+	m, _, err := e.Create(t.Context(), engine.Spec{ID: sandlot.NewID(sandlot.PrefixSandbox), Template: testenv.Template(t, "base"), Size: sandlot.DefaultSize})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := m.Destroy(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}()
+	c := enginetest.Client(t, m)
+	enginetest.Identify(t, c, m.Record().ID)
+	image := filepath.Join(dir, "machines", string(m.Record().ID), "disk.img")
+	enginetest.Sh(t, c, "head -c 600M /dev/urandom > big && sync")
+	full, err := hostos.Allocated(image)
+	if err != nil || full < 500<<20 {
+		t.Fatalf("the image takes %d bytes after 600 MB were written (%v)", full, err)
+	}
+	enginetest.Sh(t, c, "rm big && sync")
+	for range 100 {
+		if _, err := m.Usage(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if full, err = hostos.Allocated(image); err == nil && full < 300<<20 {
+			return
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	t.Errorf("the image still takes %d bytes", full)
 }
 
 // sandboxPID reads the pid of a machine's sandbox process from its record.

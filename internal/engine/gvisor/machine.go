@@ -37,6 +37,7 @@ type machine struct {
 	exit      engine.Exit // valid once done is closed
 
 	destroying sync.Mutex // one Destroy at a time
+	trimming   sync.Mutex // held while the disk is trimmed; remove waits for it
 }
 
 // watch opens the sandbox's process and closes done when it dies.
@@ -144,10 +145,28 @@ func (m *machine) Usage(context.Context) (engine.Usage, error) {
 	if err != nil {
 		return engine.Usage{}, err
 	}
+	m.trim(used)
 	return engine.Usage{
 		At: time.Now(), CPU: u.CPU, MemoryBytes: u.MemoryBytes, OOMKills: u.OOMKills,
 		DiskUsed: used, DiskTotal: total,
 	}, nil
+}
+
+// trimAbove is how much more than its filesystem uses a disk image may take before it is trimmed.
+const trimAbove = 256 << 20
+
+// trim gives freed space of the machine's disk back to the host, in the background, one at a time.
+func (m *machine) trim(used int64) {
+	taken, err := hostos.Allocated(filepath.Join(m.e.dir(m.rec.ID), "disk.img"))
+	if err != nil || taken < used+trimAbove || !m.trimming.TryLock() {
+		return
+	}
+	go func() {
+		defer m.trimming.Unlock()
+		if err := hostos.Trim(filepath.Join(m.e.run(m.rec.ID), "disk")); err != nil && m.alive() == nil {
+			m.e.cfg.Log.Warn("a sandbox's disk was not trimmed", "machine", m.rec.ID, "err", err)
+		}
+	}()
 }
 
 // Destroy implements engine.Machine.
@@ -183,6 +202,8 @@ func (m *machine) remove(ctx context.Context) error {
 		return err
 	}
 	m.release()
+	m.trimming.Lock() // for good: what comes next takes the disk away
+	defer m.trimming.Unlock()
 	run := e.run(id)
 	for _, mnt := range []string{"disk", "netns"} {
 		if err := hostos.Unmount(filepath.Join(run, mnt)); err != nil {
