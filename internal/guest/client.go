@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"sync"
 	"time"
 
 	"sandlot"
@@ -52,7 +53,10 @@ func New(dial func(ctx context.Context) (net.Conn, error)) *Client {
 			MaxResponseHeaderBytes: 16 << 10,
 		},
 		bulk: &http.Transport{
-			DialContext:            dialer,
+			DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+				conn, err := dialer(ctx, network, addr)
+				return bulkConn{conn}, err
+			},
 			DisableCompression:     true,
 			MaxIdleConnsPerHost:    1,
 			IdleConnTimeout:        10 * time.Second,
@@ -62,6 +66,19 @@ func New(dial func(ctx context.Context) (net.Conn, error)) *Client {
 			WriteBufferSize:        bufferLen,
 		},
 	}
+}
+
+// bulkConn is a stream that a body is copied to with a large buffer: net/http would take 32 KiB at a time, and
+// each piece may cost a wake-up of the guest.
+type bulkConn struct{ net.Conn }
+
+var copyBuffers = sync.Pool{New: func() any { b := make([]byte, bufferLen); return &b }}
+
+// ReadFrom implements io.ReaderFrom.
+func (c bulkConn) ReadFrom(r io.Reader) (int64, error) {
+	buf, _ := copyBuffers.Get().(*[]byte)
+	defer copyBuffers.Put(buf)
+	return io.CopyBuffer(struct{ io.Writer }{c.Conn}, r, *buf)
 }
 
 // take dials until it has a stream that is not dead: parked ones break when the machine is restored.

@@ -63,16 +63,16 @@ type execRequest struct {
 }
 
 type execBody struct {
-	ExitCode        int    `json:"exit_code" doc:"128+n when signal n ended it"`
-	Signal          string `json:"signal,omitempty"`
-	Stdout          string `json:"stdout"`
-	Stderr          string `json:"stderr"`
-	StdoutBase64    string `json:"stdout_base64,omitempty" doc:"The bytes themselves, when they are not UTF-8"`
-	StderrBase64    string `json:"stderr_base64,omitempty"`
-	DurationMS      int64  `json:"duration_ms"`
-	TimedOut        bool   `json:"timed_out"`
-	StdoutTruncated bool   `json:"stdout_truncated" doc:"It printed more than the 10 MiB that are kept"`
-	StderrTruncated bool   `json:"stderr_truncated"`
+	ExitCode        int     `json:"exit_code" doc:"128+n when signal n ended it"`
+	Signal          string  `json:"signal,omitempty"`
+	Stdout          string  `json:"stdout"`
+	Stderr          string  `json:"stderr"`
+	StdoutBase64    string  `json:"stdout_base64,omitempty" doc:"The bytes themselves, when they are not UTF-8"`
+	StderrBase64    string  `json:"stderr_base64,omitempty"`
+	DurationMS      float64 `json:"duration_ms" doc:"From fork to reaped, measured inside"`
+	TimedOut        bool    `json:"timed_out"`
+	StdoutTruncated bool    `json:"stdout_truncated" doc:"It printed more than the 10 MiB that are kept"`
+	StderrTruncated bool    `json:"stderr_truncated"`
 }
 
 type backgroundBody struct {
@@ -88,11 +88,11 @@ type outputEvent struct {
 }
 
 type exitEvent struct {
-	Type       string `json:"type"`
-	ExitCode   int    `json:"exit_code"`
-	Signal     string `json:"signal,omitempty"`
-	TimedOut   bool   `json:"timed_out"`
-	DurationMS int64  `json:"duration_ms"`
+	Type       string  `json:"type"`
+	ExitCode   int     `json:"exit_code"`
+	Signal     string  `json:"signal,omitempty"`
+	TimedOut   bool    `json:"timed_out"`
+	DurationMS float64 `json:"duration_ms"`
 }
 
 const streamDetail = "Events: `{\"type\":\"stdout\"|\"stderr\",\"data\":…}`, or `data_base64` for bytes that are not UTF-8, and at last " +
@@ -149,7 +149,7 @@ func (a api) exec(q *route.Request) error {
 
 func showExec(r guest.ExecResult) execBody {
 	out := execBody{
-		ExitCode: r.ExitCode, Signal: r.Signal, DurationMS: (r.DurationUS + 500) / 1000, TimedOut: r.TimedOut,
+		ExitCode: r.ExitCode, Signal: r.Signal, DurationMS: float64(r.DurationUS) / 1000, TimedOut: r.TimedOut,
 		StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated,
 	}
 	out.Stdout, out.StdoutBase64 = text(r.Stdout, r.StdoutTruncated)
@@ -215,7 +215,7 @@ func relay(q *route.Request, ctx context.Context, cancel func(), s *service.Stre
 			}
 			var x wire.Exit
 			if err = json.Unmarshal(payload, &x); err == nil {
-				err = sse.Event(exitEvent{"exit", x.ExitCode, x.Signal, x.TimedOut, (x.DurationUS + 500) / 1000})
+				err = sse.Event(exitEvent{"exit", x.ExitCode, x.Signal, x.TimedOut, float64(x.DurationUS) / 1000})
 			}
 		}
 		if err != nil {
