@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -21,8 +22,9 @@ import (
 
 // Client is a Node at the other end of a Unix socket.
 type Client struct {
-	path string
-	http *http.Client
+	path  string
+	http  *http.Client
+	calls sync.WaitGroup // creates that go on without their callers
 }
 
 var _ Node = (*Client)(nil)
@@ -37,8 +39,9 @@ func NewClient(path string) *Client {
 	}}}
 }
 
-// Close closes idle connections.
+// Close waits for what goes on behind and closes idle connections.
 func (c *Client) Close() error {
+	c.calls.Wait()
 	c.http.CloseIdleConnections()
 	return nil
 }
@@ -95,9 +98,39 @@ func (c *Client) Reconcile(ctx context.Context, keep []sandlot.ID) (ReconcileRep
 	return call[ReconcileReport](ctx, c, "reconcile", idsRequest{keep})
 }
 
-// Create implements Node.
+// createTimeout bounds a create at the node, queueing included.
+const createTimeout = 2 * time.Minute
+
+// Create implements Node. A caller that leaves would take with it the answer that names a new machine, and
+// nobody would own that machine until the next Reconcile: so the call goes on without its caller, and what it
+// makes is destroyed.
 func (c *Client) Create(ctx context.Context, req CreateRequest) (Created, error) {
-	return call[Created](ctx, c, "create", req)
+	type answer struct {
+		made Created
+		err  error
+	}
+	answers := make(chan answer, 1)
+	c.calls.Go(func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), createTimeout)
+		defer cancel()
+		made, err := call[Created](ctx, c, "create", req)
+		answers <- answer{made, err}
+	})
+	select {
+	case a := <-answers:
+		return a.made, a.err
+	case <-ctx.Done():
+	}
+	c.calls.Go(func() {
+		a := <-answers
+		if a.err != nil {
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), createTimeout)
+		defer cancel()
+		_ = c.Destroy(ctx, a.made.ID) // the node logs why it could not
+	})
+	return Created{}, sandlot.Wrap(context.Cause(ctx), sandlot.CodeTimeout, "gave up waiting for a machine")
 }
 
 // Destroy implements Node.

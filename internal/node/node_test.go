@@ -331,6 +331,40 @@ func TestSocketTurnsOthersAway(t *testing.T) {
 	}
 }
 
+// TestCallersThatLeaveOwnNothing is a regression: a machine that was made just as its caller left belonged to
+// nobody until the next Reconcile, and anybody with a token could do that for ever.
+func TestCallersThatLeaveOwnNothing(t *testing.T) {
+	h := newHost(t, t.TempDir(), func(c *node.Config) { c.Pool = map[string]int{"base": 3} })
+	c := serve(t, h)
+	reconcile(t, c)
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	owned := map[sandlot.ID]bool{}
+	for i := range 300 {
+		wg.Go(func() {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i%30)*20*time.Millisecond)
+			defer cancel()
+			if made, err := c.Create(ctx, node.CreateRequest{Template: "base"}); err == nil {
+				mu.Lock()
+				owned[made.ID] = true
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	c.Close()
+	if len(owned) == 0 || len(owned) == 300 {
+		t.Fatalf("%d of 300 callers stayed; some must, and some must not", len(owned))
+	}
+	pooled(t, h, 3)
+	ms, _ := h.Machines(t.Context())
+	for _, m := range ms {
+		if !m.Pooled && !owned[m.ID] {
+			t.Errorf("%s is nobody's", m.ID)
+		}
+	}
+}
+
 func TestHammer(t *testing.T) {
 	h := newHost(t, t.TempDir(), func(c *node.Config) { c.Pool = map[string]int{"base": 3} })
 	c := serve(t, h)

@@ -37,15 +37,15 @@ func (h *Host) Reconcile(ctx context.Context, keep []sandlot.ID) (ReconcileRepor
 		}
 		for _, rec := range recs {
 			g.Go(func() error {
-				adopted, failed := h.reconcile(ctx, eng, rec, wanted[rec.ID])
+				done := h.reconcile(ctx, eng, rec, wanted[rec.ID])
 				mu.Lock()
 				defer mu.Unlock()
-				switch {
+				switch done {
 				case failed:
 					report.Failed = append(report.Failed, rec.ID)
-				case adopted:
+				case kept:
 					report.Adopted = append(report.Adopted, rec.ID)
-				default:
+				case reaped:
 					report.Reaped++
 				}
 				return nil
@@ -69,22 +69,32 @@ func (h *Host) Reconcile(ctx context.Context, keep []sandlot.ID) (ReconcileRepor
 	return report, nil
 }
 
+// outcome is what became of one machine.
+type outcome int
+
+const (
+	kept outcome = iota
+	reaped
+	failed
+	undecided // it may be the one that is being made just now; a later call decides
+)
+
 // reconcile keeps or removes one machine that the host has.
-func (h *Host) reconcile(ctx context.Context, eng engine.Engine, rec engine.Record, wanted bool) (adopted, failed bool) {
+func (h *Host) reconcile(ctx context.Context, eng engine.Engine, rec engine.Record, wanted bool) outcome {
 	h.mu.Lock()
 	m, making := h.machines[rec.ID], h.making > 0
 	h.mu.Unlock()
 	switch {
 	case m != nil && (m.pooled || wanted): // this process made it and knows it
-		return true, false
+		return kept
 	case m != nil:
 		if err := h.remove(ctx, m); err != nil {
 			h.cfg.Log.Error("a machine that nobody owns could not be removed", "machine", rec.ID, "err", err)
-			return false, true
+			return failed
 		}
-		return false, false
-	case making: // it may be the one that is being made just now; a later call decides
-		return true, false
+		return reaped
+	case making:
+		return undecided
 	}
 	if wanted {
 		m, err := eng.Adopt(ctx, rec)
@@ -92,13 +102,13 @@ func (h *Host) reconcile(ctx context.Context, eng engine.Engine, rec engine.Reco
 			h.mu.Lock()
 			h.hold(m, eng, false)
 			h.mu.Unlock()
-			return true, false
+			return kept
 		}
 		h.cfg.Log.Warn("a machine was not adopted", "machine", rec.ID, "err", err)
 	}
 	if err := eng.Reap(ctx, rec); err != nil {
 		h.cfg.Log.Error("a machine could not be reaped; `sandlot doctor` shows it", "machine", rec.ID, "err", err)
-		return false, true
+		return failed
 	}
-	return false, false
+	return reaped
 }

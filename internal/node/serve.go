@@ -65,7 +65,13 @@ func Serve(ctx context.Context, ln net.Listener, n Node, uid int, log *slog.Logg
 	s := &server{n: n, log: log}
 	mux := http.NewServeMux()
 	handle(s, mux, "reconcile", func(ctx context.Context, r idsRequest) (any, error) { return n.Reconcile(ctx, r.IDs) })
-	handle(s, mux, "create", func(ctx context.Context, r CreateRequest) (any, error) { return n.Create(ctx, r) })
+	handle(s, mux, "create", func(ctx context.Context, r CreateRequest) (any, error) {
+		made, err := n.Create(ctx, r)
+		if err == nil && ctx.Err() != nil { // the caller died meanwhile: nobody will own it
+			return nil, errors.Join(context.Cause(ctx), n.Destroy(context.WithoutCancel(ctx), made.ID))
+		}
+		return made, err
+	})
 	handle(s, mux, "destroy", func(ctx context.Context, r idRequest) (any, error) { return struct{}{}, n.Destroy(ctx, r.ID) })
 	handle(s, mux, "samples", func(ctx context.Context, r idsRequest) (any, error) { return n.Samples(ctx, r.IDs) })
 	handle(s, mux, "machines", func(ctx context.Context, _ struct{}) (any, error) { return n.Machines(ctx) })

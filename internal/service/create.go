@@ -116,6 +116,12 @@ func (s *Service) create(ctx context.Context, g authz.Grant, req CreateRequest, 
 			State: sandlot.StateRunning, Start: now,
 		},
 	}); err != nil {
+		// A commit that was not answered may have happened; its row must not say "running" for a machine
+		// that the undo destroys.
+		_, _ = s.store.EndSandbox(commit, store.End{
+			ID: sb.ID, State: sandlot.StateFailed, Reason: sandlot.ReasonCrashed, Detail: "the create was undone", At: now, Billed: now,
+			Event: l.event(now, "failed", "the create was undone"),
+		})
 		return Created{}, err
 	}
 	undo = nil // acknowledged: from here it is the lifecycle's

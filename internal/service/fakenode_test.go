@@ -3,6 +3,8 @@ package service
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -146,12 +148,32 @@ func (n *fakeNode) Dial(ctx context.Context, id sandlot.ID) (net.Conn, error) {
 	}
 	ours, theirs := net.Pipe()
 	select {
-	case m.conns <- theirs:
+	case m.conns <- &agentEnd{Conn: theirs}:
 		return ours, nil
 	case <-m.done:
 	case <-ctx.Done():
 	}
 	return nil, sandlot.Errorf(sandlot.CodeSandboxUnhealthy, "the machine is gone")
+}
+
+// agentEnd is a stream as an agent has it: its first byte is wire.Take.
+type agentEnd struct {
+	net.Conn
+	taken sync.Once
+}
+
+func (c *agentEnd) Read(p []byte) (int, error) {
+	var err error
+	c.taken.Do(func() {
+		var b [1]byte
+		if _, err = io.ReadFull(c.Conn, b[:]); err == nil && b[0] != wire.Take {
+			err = errors.New("the stream was not taken")
+		}
+	})
+	if err != nil {
+		return 0, err
+	}
+	return c.Conn.Read(p)
 }
 
 func (n *fakeNode) Samples(_ context.Context, ids []sandlot.ID) (map[sandlot.ID]sandlot.Sample, error) {
