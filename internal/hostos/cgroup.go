@@ -183,6 +183,14 @@ func (g *Cgroup) SetWeight(percent int64) error {
 	return g.write("cpu", "cpu.shares", strconv.FormatInt(max(2, percent*1024/100), 10))
 }
 
+// Unthrottle takes the CPU limit away: what is to end must run for that.
+func (g *Cgroup) Unthrottle() error {
+	if g.all.V2 {
+		return g.write("cpu", "cpu.max", "max")
+	}
+	return g.write("cpu", "cpu.cfs_quota_us", "-1")
+}
+
 // ProcFiles are the files that a process writes "0" to in order to join the group.
 func (g *Cgroup) ProcFiles() []string {
 	if g.all.V2 {

@@ -188,6 +188,7 @@ func (m *machine) remove(ctx context.Context) error {
 		}
 	}
 	group := e.cgroup(id)
+	_ = group.Unthrottle() // it may be gone already
 	if err := group.Kill(ctx); err != nil {
 		return fmt.Errorf("machine %s: %w", id, err)
 	}
