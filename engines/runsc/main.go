@@ -1,11 +1,11 @@
-// Command runsc is gVisor's own command line at the version that Sandlot pins, with three changes: the
-// sentry's seccomp filters are compiled ahead (filters.go), an idle sandbox keeps still (idle.go), and a sandbox
-// joins a cgroup that exists (limits.go).
+// Command runsc is gVisor's own command line at the version that Sandlot pins, with four changes: the
+// sentry's seccomp filters are compiled ahead (filters.go), an idle sandbox keeps still (idle.go), a sandbox joins
+// a cgroup that exists (limits.go), and its processes do not wait for what only the last of them uses (start.go).
 //
 // It is a nested module so that gVisor's dependencies never meet the server's. Build it without cgo (the
 // filters of a cgo build are wider and have another key):
 //
-//	CGO_ENABLED=0 go run ./gen && CGO_ENABLED=0 go build .
+//	CGO_ENABLED=0 go run ./gen && go run ./patch && CGO_ENABLED=0 go build -modfile=patched.mod .
 //
 // ./dev build does both and keeps the result by the content of this folder.
 package main
@@ -26,6 +26,9 @@ func main() {
 		own, _ := os.ReadFile("/proc/self/cgroup")
 		memory, cpus := cgroupLimits("/sys/fs/cgroup", own, int64(runtime.NumCPU()))
 		os.Args = limitArgs(os.Args, memory, cpus)
+		if registerMembarrier != nil && lastBoot(os.Args) {
+			registerMembarrier()
+		}
 	case "run":
 		if err := joinCgroups(); err != nil {
 			fmt.Fprintln(os.Stderr, "runsc:", err)
