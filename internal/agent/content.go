@@ -19,7 +19,7 @@ import (
 )
 
 // block is how much of a file moves at once: fewer system calls, which cost much in gVisor.
-const block = 512 << 10
+const block = 1 << 20
 
 // blocks is capped: what is not in use is freed by the collector.
 var blocks = sync.Pool{New: func() any { b := make([]byte, block); return &b }}

@@ -68,17 +68,40 @@ func New(dial func(ctx context.Context) (net.Conn, error)) *Client {
 	}
 }
 
-// bulkConn is a stream that a body is copied to with a large buffer: net/http would take 32 KiB at a time, and
-// each piece may cost a wake-up of the guest.
+// bulkConn is a stream that a body is copied to in large pieces, whatever pieces it comes in: each one costs a
+// wake-up of the guest, which is dearer than copying as much.
 type bulkConn struct{ net.Conn }
 
-var copyBuffers = sync.Pool{New: func() any { b := make([]byte, bufferLen); return &b }}
+// pieceLen is what a copy holds of a body; a guest's socket takes as much at once.
+const pieceLen = 1 << 20
+
+var pieces = sync.Pool{New: func() any { b := make([]byte, pieceLen); return &b }}
 
 // ReadFrom implements io.ReaderFrom.
-func (c bulkConn) ReadFrom(r io.Reader) (int64, error) {
-	buf, _ := copyBuffers.Get().(*[]byte)
-	defer copyBuffers.Put(buf)
-	return io.CopyBuffer(struct{ io.Writer }{c.Conn}, r, *buf)
+func (c bulkConn) ReadFrom(r io.Reader) (total int64, err error) {
+	buf, _ := pieces.Get().(*[]byte)
+	defer pieces.Put(buf)
+	for {
+		n := 0
+		for n < len(*buf) && err == nil {
+			var k int
+			k, err = r.Read((*buf)[n:])
+			n += k
+		}
+		if n > 0 {
+			w, werr := c.Write((*buf)[:n])
+			total += int64(w)
+			if werr != nil {
+				return total, werr
+			}
+		}
+		if err == io.EOF { //nolint:errorlint // io.Reader returns it bare
+			return total, nil
+		}
+		if err != nil {
+			return total, err
+		}
+	}
 }
 
 // take dials until it has a stream that is not dead: parked ones break when the machine is restored.
