@@ -20,6 +20,8 @@ import (
 
 	"sandlot"
 	"sandlot/internal/wire"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -175,6 +177,9 @@ func (a *Agent) Close() error {
 func (a *Agent) prepare() error {
 	if a.root == "" {
 		if os.Getpid() == 1 {
+			// gVisor puts a tmpfs on an empty /tmp, whose files would be the sandbox's memory, without a limit.
+			// The image's own is on its disk.
+			_ = unix.Unmount("/tmp", unix.MNT_DETACH)
 			a.settle(a.cfg.Boot.Hostname, a.cfg.Boot.MachineID)
 		}
 		return nil

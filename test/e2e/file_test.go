@@ -234,3 +234,14 @@ func TestDiskFull(t *testing.T) {
 		t.Errorf("after making room: %q", got)
 	}
 }
+
+// /tmp is on the sandbox's disk: a regression, since gVisor's own tmpfs there took the sandbox's memory and
+// ended it when it was full.
+func TestTmpIsOnDisk(t *testing.T) {
+	t.Parallel()
+	b := live.New(t, nil)
+	r := b.Out(t, "stat -c %a /tmp && head -c 1500M /dev/zero >/tmp/fill && stat -c %s /tmp/fill && rm /tmp/fill && echo fine")
+	if r != "1777\n1572864000\nfine" {
+		t.Errorf("more than the sandbox's memory in /tmp: %q", r)
+	}
+}

@@ -62,8 +62,6 @@ func (e *Engine) writeBundle(spec engine.Spec, slot int) error {
 			{Destination: "/proc", Type: "proc", Source: "proc"},
 			{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"ro", "nosuid", "noexec", "nodev"}},
 			{Destination: "/dev/shm", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "nodev", "mode=1777", fmt.Sprintf("size=%d", memory/4)}},
-			// Without a size it would take all memory there is; left out, gVisor mounts one without.
-			{Destination: "/tmp", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "nodev", "mode=1777", fmt.Sprintf("size=%d", memory/2)}},
 			{Destination: "/workspace", Type: "bind", Source: filepath.Join(run, "disk", "workspace"), Options: []string{"rw", "nosuid", "nodev"}},
 			{Destination: wire.GuestDir, Type: "bind", Source: filepath.Join(run, "guest"), Options: []string{"ro", "nosuid", "nodev"}},
 		},
