@@ -50,7 +50,6 @@ type fakeMachine struct {
 	once   sync.Once
 	server http.Server
 	ident  atomic.Pointer[wire.Identity]
-	env    atomic.Int64 // execs
 }
 
 func (m *fakeMachine) Accept() (net.Conn, error) {

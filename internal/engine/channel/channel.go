@@ -11,6 +11,7 @@ import (
 	"crypto/rand"
 	"crypto/subtle"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -74,10 +75,7 @@ func Listen(path, secret string, uid int) (*Listener, error) {
 		return nil, fmt.Errorf("channel: %w", err)
 	}
 	ln.SetUnlinkOnClose(false)
-	if err := os.Chmod(path, 0o600); err == nil {
-		err = os.Chown(path, uid, uid)
-	}
-	if err != nil {
+	if err := errors.Join(os.Chmod(path, 0o600), os.Chown(path, uid, uid)); err != nil {
 		ln.Close()
 		return nil, err
 	}
