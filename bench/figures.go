@@ -32,6 +32,16 @@ func (b *bench) warm(ctx context.Context) (*devserver.Server, error) {
 	return b.start(ctx, gvisor.Name, map[string]int{peerTemplate: poolSize})
 }
 
+// box is a sandbox of a server with a full pool.
+func (b *bench) box(ctx context.Context) (*devserver.Server, devserver.Sandbox, error) {
+	s, err := b.warm(ctx)
+	if err != nil {
+		return nil, devserver.Sandbox{}, err
+	}
+	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
+	return s, sb, err
+}
+
 func createWarm(ctx context.Context, b *bench) error {
 	s, err := b.warm(ctx)
 	if err != nil {
@@ -99,11 +109,7 @@ func createCold(ctx context.Context, b *bench) error {
 }
 
 func execTrue(ctx context.Context, b *bench) error {
-	s, err := b.warm(ctx)
-	if err != nil {
-		return err
-	}
-	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
+	s, sb, err := b.box(ctx)
 	if err != nil {
 		return err
 	}
@@ -132,11 +138,7 @@ func execTrue(ctx context.Context, b *bench) error {
 }
 
 func execStream(ctx context.Context, b *bench) error {
-	s, err := b.warm(ctx)
-	if err != nil {
-		return err
-	}
-	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
+	s, sb, err := b.box(ctx)
 	if err != nil {
 		return err
 	}
@@ -173,11 +175,7 @@ func transfer(ctx context.Context, b *bench) error {
 	if err := channelSpeed(ctx, b); err != nil {
 		return err
 	}
-	s, err := b.warm(ctx)
-	if err != nil {
-		return err
-	}
-	sb, err := s.Create(ctx, map[string]any{"template": peerTemplate})
+	s, sb, err := b.box(ctx)
 	if err != nil {
 		return err
 	}
