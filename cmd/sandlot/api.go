@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	stdlog "log"
 	"log/slog"
 	"net"
 	"os"
@@ -61,6 +62,9 @@ func (*serveAPICmd) Run(ctx context.Context, s *streams) error {
 	if err != nil {
 		return err
 	}
+	// net/http tells the standard logger what a guest sends without being asked: not at a guest's pleasure.
+	stdlog.SetFlags(0)
+	stdlog.SetOutput(slog.NewLogLogger(log.Handler(), slog.LevelDebug).Writer())
 	unix.CloseOnExec(3)
 	news := os.NewFile(4, "news")
 	unix.CloseOnExec(4)

@@ -287,6 +287,7 @@ func (h *Host) remove(ctx context.Context, m *held) error {
 		delete(h.machines, id)
 	}
 	delete(h.ooms, id)
+	h.pools.kick() // a pool that the host had no room for may be filled now
 	return nil
 }
 

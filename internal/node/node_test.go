@@ -173,6 +173,20 @@ func TestCreateErrors(t *testing.T) {
 	}
 }
 
+// TestPoolFillsWhenRoomComesBack is a regression: a pool that met a full host stayed empty until the next claim.
+func TestPoolFillsWhenRoomComesBack(t *testing.T) {
+	h := newHost(t, t.TempDir(), func(c *node.Config) { c.MaxMachines, c.Pool = 1, map[string]int{"base": 1} })
+	reconcile(t, h)
+	pooled(t, h, 1)
+	made := create(t, h) // the pool's; now the host is full
+	time.Sleep(2 * time.Second)
+	pooled(t, h, 0)
+	if err := h.Destroy(t.Context(), made.ID); err != nil {
+		t.Fatal(err)
+	}
+	pooled(t, h, 1)
+}
+
 func TestReconcile(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.MkdirAll(filepath.Join(dir, "sbxleftover"), 0o700); err != nil {
