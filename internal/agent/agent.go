@@ -63,6 +63,7 @@ type Agent struct {
 	logDir     string // as guest path, of background processes
 
 	procs    *table
+	parking  *parking     // nil: every process is forked when it is asked for
 	captured atomic.Int64 // bytes of outputs that collect holds
 	limits   limits
 	logLimit int64
@@ -149,8 +150,14 @@ func (a *Agent) Run(ctx context.Context) error {
 		}
 		return err
 	}
+	if canPark && a.root == "" && os.Getpid() == 1 {
+		a.parking = &parking{slot: make(chan *parked, 1)}
+	}
 	if a.cfg.Boot.Warm {
 		a.warm(a.ctx)
+		a.parking.fill()
+	} else {
+		go a.parking.fill()
 	}
 	l := newListener(a.ctx, a.cfg.Dial, a.cfg.Boot.Secret, a.log)
 	a.srv.ConnState = l.track

@@ -30,8 +30,8 @@ func (r *reaper) confine(limit int) error {
 	if err := os.Mkdir(userGroup, 0o700); err != nil {
 		return err
 	}
-	// The forking threads count too.
-	if err := os.WriteFile(userGroup+"/pids.max", []byte(strconv.Itoa(limit+forkers)), 0); err != nil {
+	// The forking threads count too, and the parked child.
+	if err := os.WriteFile(userGroup+"/pids.max", []byte(strconv.Itoa(limit+forkers+1)), 0); err != nil {
 		return err
 	}
 	jobs := make(chan func())
@@ -64,14 +64,20 @@ func (r *reaper) confine(limit int) error {
 
 // fork is syscall.ForkExec, in the group when there is one.
 func (r *reaper) fork(path string, argv []string, attr *syscall.ProcAttr) (pid int, err error) {
+	r.do(func() { pid, err = syscall.ForkExec(path, argv, attr) })
+	return pid, err
+}
+
+// do runs job on a thread of the group, when there is one.
+func (r *reaper) do(job func()) {
 	if r.jobs == nil {
-		return syscall.ForkExec(path, argv, attr)
+		job()
+		return
 	}
 	done := make(chan struct{})
 	r.jobs <- func() {
-		pid, err = syscall.ForkExec(path, argv, attr)
+		job()
 		close(done)
 	}
 	<-done
-	return pid, err
 }

@@ -206,6 +206,24 @@ func (a *Agent) begin(id *identity, e *wire.Exec) (*foreground, error) {
 	if err != nil {
 		return nil, err
 	}
+	if len(e.Stdin) == 0 {
+		if ready := a.parking.take(); ready != nil {
+			f := &foreground{procs: a.procs, stdout: ready.stdout, stderr: ready.stderr}
+			f.p, err = a.launch(id, u, e, ready, [3]int{}, nil, nil)
+			if err == nil {
+				return f, nil
+			}
+			a.parking.give(ready)
+			if !errors.Is(err, errUnfit) {
+				return nil, err
+			}
+		}
+	}
+	return a.fork(id, u, e)
+}
+
+// fork is begin with a process that is forked now.
+func (a *Agent) fork(id *identity, u *user, e *wire.Exec) (*foreground, error) {
 	null, err := devNull()
 	if err != nil {
 		return nil, noPipes(err)
@@ -232,7 +250,7 @@ func (a *Agent) begin(id *identity, e *wire.Exec) (*foreground, error) {
 		return nil, noPipes(err)
 	}
 	fds[1], fds[2] = f.stdout.w, f.stderr.w
-	f.p, err = a.launch(id, u, e, fds, nil, nil)
+	f.p, err = a.launch(id, u, e, nil, fds, nil, nil)
 	if err != nil {
 		f.stdout.drop()
 		f.stderr.drop()

@@ -206,9 +206,11 @@ func (a *Agent) serveHealth(w http.ResponseWriter, _ *http.Request) error {
 func (a *Agent) serveStats(w http.ResponseWriter, _ *http.Request) error {
 	n := a.procs.running()
 	if a.root == "" {
-		n = -1 // the agent itself
-		for range pids() {
-			n++
+		n = 0
+		for pid := range pids() {
+			if pid != os.Getpid() && pid != a.parking.child() {
+				n++
+			}
 		}
 	}
 	return answerJSON(w, wire.Stats{Processes: max(n, 0)})
@@ -218,7 +220,7 @@ const maxListed = 2048 // processes
 
 func (a *Agent) serveProcesses(w http.ResponseWriter, _ *http.Request) error {
 	out := []wire.Process{}
-	seen := map[int]bool{os.Getpid(): true}
+	seen := map[int]bool{os.Getpid(): true, a.parking.child(): true}
 	for _, p := range a.procs.all() {
 		out = append(out, p.describe())
 		seen[p.pid] = p.running()

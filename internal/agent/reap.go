@@ -49,19 +49,25 @@ var children = sync.OnceValue(func() *reaper {
 
 // start forks and executes. The status comes on the channel once, when the process has been reaped.
 func (r *reaper) start(path string, argv []string, attr *syscall.ProcAttr) (int, <-chan syscall.WaitStatus, error) {
-	done := make(chan syscall.WaitStatus, 1)
 	if !r.all {
+		done := make(chan syscall.WaitStatus, 1)
 		pid, err := syscall.ForkExec(path, argv, attr)
 		if err == nil {
 			go func() { done <- waitPID(pid) }()
 		}
 		return pid, done, err
 	}
+	return r.born(func() (int, error) { return r.fork(path, argv, attr) })
+}
+
+// born runs fork, which makes a child, and registers the child for its status. Only for PID 1.
+func (r *reaper) born(fork func() (int, error)) (int, <-chan syscall.WaitStatus, error) {
+	done := make(chan syscall.WaitStatus, 1)
 	began := time.Now()
 	r.mu.Lock()
 	r.forking++
 	r.mu.Unlock()
-	pid, err := r.fork(path, argv, attr)
+	pid, err := fork()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.forking--

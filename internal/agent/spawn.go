@@ -57,9 +57,10 @@ func (p *pipe) drop() {
 	_ = p.r.Close()
 }
 
-// launch forks and executes e with the given stdin, stdout and stderr, and registers the process. A
-// *notStarted error is the command's own fault, any other is the request's or the agent's.
-func (a *Agent) launch(id *identity, u *user, e *wire.Exec, fds [3]int, log *outputLog, in *stdin) (*proc, error) {
+// launch starts e with the given stdin, stdout and stderr, and registers the process. ready, when it is not nil,
+// is a parked child that e may become instead of a new fork; it has its own. A *notStarted error is the command's
+// own fault, any other is the request's or the agent's.
+func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds [3]int, log *outputLog, in *stdin) (*proc, error) {
 	dir := workspace
 	if e.Cwd != "" {
 		name, err := resolve(e.Cwd)
@@ -86,12 +87,21 @@ func (a *Agent) launch(id *identity, u *user, e *wire.Exec, fds [3]int, log *out
 	if a.switchUser {
 		attr.Sys.Credential = u.credential()
 	}
+	if ready != nil && !ready.fits(path, e.Argv, env, attr.Dir) {
+		return nil, errUnfit
+	}
 	p := newProc(e, u)
 	p.log, p.stdin = log, in
 	if err := a.procs.reserve(); err != nil {
 		return nil, err
 	}
-	pid, status, err := children().start(path, e.Argv, attr)
+	var pid int
+	var status <-chan syscall.WaitStatus
+	if ready != nil {
+		pid, status, err = ready.pid, ready.status, ready.exec(path, e.Argv, attr)
+	} else {
+		pid, status, err = children().start(path, e.Argv, attr)
+	}
 	if err != nil {
 		a.procs.release()
 		if err := a.checkDir(u, dir); err != nil {
@@ -107,6 +117,7 @@ func (a *Agent) launch(id *identity, u *user, e *wire.Exec, fds [3]int, log *out
 	go func() {
 		p.finish(<-status)
 		a.procs.finished(p)
+		a.parking.fill()
 	}()
 	return p, nil
 }
