@@ -10,15 +10,11 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"time"
 
-	"sandlot"
 	"sandlot/internal/devserver"
-	"sandlot/internal/engine"
 	"sandlot/internal/engine/gvisor"
 	"sandlot/internal/guest"
-	"sandlot/internal/template"
 	"sandlot/internal/wire"
 )
 
@@ -171,125 +167,6 @@ func execStream(ctx context.Context, b *bench) error {
 	b.metric("exec_stream", "MB/s", got)
 	b.ratio("exec_stream_vs_runsc", "exec_stream", "runsc_exec_stream", "none")
 	return s.Delete(ctx, sb.ID)
-}
-
-// zeros is an endless reader of zeros.
-type zeros struct{}
-
-func (zeros) Read(p []byte) (int, error) {
-	clear(p)
-	return len(p), nil
-}
-
-// transfer moves a large file both ways through the API, and as many bytes through an agent's bare stream.
-func transfer(ctx context.Context, b *bench) error {
-	if err := channelSpeed(ctx, b); err != nil {
-		return err
-	}
-	s, sb, err := b.box(ctx)
-	if err != nil {
-		return err
-	}
-	path := "/" + sb.ID + "/files/content?path=big"
-	before, peak := s.RSS(), 0.0
-	watch, stop := context.WithCancel(ctx)
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for watch.Err() == nil {
-			peak = max(peak, s.RSS())
-			time.Sleep(20 * time.Millisecond)
-		}
-	})
-	var up, down []float64
-	for range b.n(5) {
-		begun := time.Now()
-		resp, err := s.Upload(ctx, path, io.LimitReader(zeros{}, fileBytes), fileBytes)
-		if err != nil {
-			stop()
-			return err
-		}
-		resp.Body.Close()
-		up = append(up, mbps(fileBytes, time.Since(begun)))
-		begun = time.Now()
-		if resp, err = s.Request(ctx, "GET", path, nil); err != nil {
-			stop()
-			return err
-		}
-		n, err := io.Copy(io.Discard, resp.Body)
-		resp.Body.Close()
-		if err != nil || n != fileBytes {
-			stop()
-			return fmt.Errorf("download: %d bytes, %w", n, err)
-		}
-		down = append(down, mbps(n, time.Since(begun)))
-	}
-	stop()
-	wg.Wait()
-	b.metric("upload", "MB/s", up)
-	b.metric("download", "MB/s", down)
-	b.ratio("upload_vs_channel", "upload", "channel_up", ">=0.7")
-	b.ratio("download_vs_channel", "download", "channel_down", ">=0.7")
-	b.metric("upload_rss_growth_mb", "MB", []float64{max(0, peak-before)}) // bar: < 16
-	return s.Delete(ctx, sb.ID)
-}
-
-// withAgent makes a machine without a server and gives its agent to f.
-func (b *bench) withAgent(ctx context.Context, f func(*guest.Client) error) (err error) {
-	dir, err := os.MkdirTemp(b.dir, "agent-")
-	if err != nil {
-		return err
-	}
-	store, err := template.Open(b.templates)
-	if err != nil {
-		return err
-	}
-	tpl, err := store.Get(peerTemplate)
-	if err != nil {
-		return err
-	}
-	eng, err := gvisor.New(ctx, gvisor.Config{StateDir: dir, Runsc: filepath.Join(b.bin, "runsc"), Agent: filepath.Join(b.bin, "sandlot-agent")})
-	if err != nil {
-		return err
-	}
-	m, _, err := eng.Create(ctx, engine.Spec{ID: sandlot.NewID(sandlot.PrefixSandbox), Template: tpl, Size: tpl.Size})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, m.Destroy(ctx), eng.Remove(ctx)) }()
-	c := guest.New(m.Dial)
-	defer c.Close()
-	if err := c.Identify(ctx, wire.Identity{ID: "sbxbench", Now: time.Now()}); err != nil {
-		return err
-	}
-	return f(c)
-}
-
-// channelSpeed measures an agent's stream with nothing but the agent behind it.
-func channelSpeed(ctx context.Context, b *bench) error {
-	return b.withAgent(ctx, func(c *guest.Client) error {
-		var up, down []float64
-		for range b.n(5) {
-			begun := time.Now()
-			if err := c.BenchSink(ctx, io.LimitReader(zeros{}, fileBytes), fileBytes); err != nil {
-				return err
-			}
-			up = append(up, mbps(fileBytes, time.Since(begun)))
-			begun = time.Now()
-			body, err := c.BenchSource(ctx, fileBytes)
-			if err != nil {
-				return err
-			}
-			n, err := io.Copy(io.Discard, body)
-			body.Close()
-			if err != nil || n != fileBytes {
-				return fmt.Errorf("source: %d bytes, %w", n, err)
-			}
-			down = append(down, mbps(n, time.Since(begun)))
-		}
-		b.metric("channel_up", "MB/s", up)
-		b.metric("channel_down", "MB/s", down)
-		return nil
-	})
 }
 
 // sustained creates without a pause, first until the pool is dry, then on.
