@@ -156,8 +156,6 @@ func (a *Agent) Run(ctx context.Context) error {
 	if a.cfg.Boot.Warm {
 		a.warm(a.ctx)
 		a.parking.fill()
-	} else {
-		go a.parking.fill()
 	}
 	l := newListener(a.ctx, a.cfg.Dial, a.cfg.Boot.Secret, a.log)
 	a.srv.ConnState = l.track

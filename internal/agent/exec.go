@@ -26,6 +26,8 @@ var chunks = sync.Pool{New: func() any { b := make([]byte, wire.FrameHeader+chun
 
 // serveExec runs one process and answers with frames.
 func (a *Agent) serveExec(w http.ResponseWriter, r *http.Request) error {
+	// The answer leaves first; then there is time to park the next child.
+	defer func() { go a.parking.fill() }()
 	id, err := a.ready()
 	if err != nil {
 		return err

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -63,27 +64,38 @@ type parking struct {
 	off     atomic.Bool
 }
 
-// take returns the parked child, or nil. The caller uses it, and calls fill when its process has ended, or gives
-// it back.
+// fillPatience is how long an exec waits for a child that is just being parked: less than a fork would take.
+const fillPatience = 2 * time.Millisecond
+
+// take returns the parked child, or nil. The caller uses it or gives it back; fill is called when the answer to its
+// exec is on its way.
 func (k *parking) take() *parked {
 	if k == nil {
 		return nil
 	}
+	var p *parked
 	select {
-	case p := <-k.slot:
-		k.pid.Store(0)
-		select {
-		case <-p.status: // somebody inside killed it
-			p.drop()
-			parkMemory.Put(&p.mem)
-			go k.fill()
-			return nil
-		default:
-			return p
-		}
+	case p = <-k.slot:
 	default:
-		go k.fill()
+		if !k.filling.Load() {
+			return nil
+		}
+		late := time.NewTimer(fillPatience)
+		defer late.Stop()
+		select {
+		case p = <-k.slot:
+		case <-late.C:
+			return nil
+		}
+	}
+	k.pid.Store(0)
+	select {
+	case <-p.status: // somebody inside killed it
+		p.drop()
+		parkMemory.Put(&p.mem)
 		return nil
+	default:
+		return p
 	}
 }
 
@@ -100,19 +112,9 @@ func (k *parking) give(p *parked) {
 	if p.spent {
 		_ = p.stdout.r.Close()
 		_ = p.stderr.r.Close()
-		go k.fill()
 		return
 	}
-	select {
-	case k.slot <- p:
-		k.pid.Store(int64(p.pid))
-	default: // another was parked meanwhile
-		p.drop()
-		go func() {
-			<-p.status
-			parkMemory.Put(&p.mem)
-		}()
-	}
+	k.put(p)
 }
 
 // fill parks a child when there is none. A machine where that does not work is not asked again.
@@ -129,8 +131,21 @@ func (k *parking) fill() {
 		k.off.Store(!temporary(err))
 		return
 	}
-	k.pid.Store(int64(p.pid))
-	k.slot <- p
+	k.put(p)
+}
+
+// put makes p the parked child, unless there is one.
+func (k *parking) put(p *parked) {
+	select {
+	case k.slot <- p:
+		k.pid.Store(int64(p.pid))
+	default:
+		p.drop()
+		go func() {
+			<-p.status
+			parkMemory.Put(&p.mem)
+		}()
+	}
 }
 
 func temporary(err error) bool {

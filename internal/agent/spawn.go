@@ -117,7 +117,6 @@ func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds [
 	go func() {
 		p.finish(<-status)
 		a.procs.finished(p)
-		a.parking.fill()
 	}()
 	return p, nil
 }
