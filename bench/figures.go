@@ -72,6 +72,7 @@ func createWarm(ctx context.Context, b *bench) error {
 	b.metric("create_warm_http", "ms", call)
 	b.metric("create_first_exec", "ms", first)
 	b.ratio("create_warm_http_vs_runsc", "create_warm_http", "runsc_run_exec", "<=0.05")
+	b.ratio("create_warm_http_vs_ours", "create_warm_http", "runsc_ours_run_exec", "none")
 	return nil
 }
 
@@ -102,6 +103,7 @@ func createCold(ctx context.Context, b *bench) error {
 	b.metric("create_cold", "ms", cold)
 	b.metric("create_cold_first_exec", "ms", first)
 	b.ratio("create_cold_vs_runsc", "create_cold", "runsc_run_exec", "<=0.9")
+	b.ratio("create_cold_vs_ours", "create_cold", "runsc_ours_run_exec", "none")
 	return nil
 }
 
@@ -154,6 +156,7 @@ func execTrue(ctx context.Context, b *bench) error {
 	b.metric("exec_sh", "ms", shell)
 	b.ratio("exec_true_vs_guest", "exec_true", "exec_true_guest", "<=1.25")
 	b.ratio("exec_true_vs_runsc", "exec_true", "runsc_exec_true", "<=0.5")
+	b.ratio("exec_true_vs_ours", "exec_true", "runsc_ours_exec_true", "none")
 	return s.Delete(ctx, sb.ID)
 }
 

@@ -34,7 +34,7 @@ type figure struct {
 }
 
 var figures = []figure{
-	{"runsc_run_exec runsc_exec_true bwrap_true nspawn_true chroot_true", peers},
+	{"runsc_run_exec runsc_exec_true runsc_ours_run_exec runsc_ours_exec_true bwrap_true nspawn_true chroot_true", peers},
 	{"create_warm_total create_warm_http create_first_exec create_warm_http_vs_runsc", createWarm},
 	{"create_cold create_cold_first_exec create_cold_vs_runsc", createCold},
 	{"exec_true exec_true_guest exec_true_chain exec_true_vs_guest exec_true_vs_runsc exec_sh", execTrue},

@@ -44,8 +44,8 @@ type runsc struct {
 	bin, state, bundle string
 }
 
-func (b *bench) plainRunsc(root string) (*runsc, error) {
-	r := &runsc{bin: filepath.Join(b.bin, "runsc"), state: filepath.Join(b.dir, "runsc"), bundle: filepath.Join(b.dir, "bundle")}
+func (b *bench) plainRunsc(root, name string) (*runsc, error) {
+	r := &runsc{bin: filepath.Join(b.bin, name), state: filepath.Join(b.dir, "runsc"), bundle: filepath.Join(b.dir, "bundle")}
 	spec := map[string]any{
 		"ociVersion": "1.0.0",
 		"process": map[string]any{
@@ -89,14 +89,9 @@ func (r *runsc) remove(id string) {
 	_ = r.cmd(context.Background(), "delete", "--force", id).Run()
 }
 
-// peers measures the plain tools.
-func peers(ctx context.Context, b *bench) (err error) {
-	root, done, err := b.rootDir(ctx)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, done()) }()
-	r, err := b.plainRunsc(root)
+// runscPeer measures one runsc.
+func (b *bench) runscPeer(ctx context.Context, root, prefix, name string) error {
+	r, err := b.plainRunsc(root, name)
 	if err != nil {
 		return err
 	}
@@ -111,7 +106,7 @@ func peers(ctx context.Context, b *bench) (err error) {
 			return fmt.Errorf("runsc: %w", err)
 		}
 	}
-	b.metric("runsc_run_exec", "ms", both)
+	b.metric(prefix+"_run_exec", "ms", both)
 	if err := r.run(ctx, "peer"); err != nil {
 		return err
 	}
@@ -125,7 +120,7 @@ func peers(ctx context.Context, b *bench) (err error) {
 		}
 		execs = append(execs, one...)
 	}
-	b.metric("runsc_exec_true", "ms", execs)
+	b.metric(prefix+"_exec_true", "ms", execs)
 	begun := time.Now()
 	cmd := r.cmd(ctx, "exec", "peer", "head", "-c", fmt.Sprint(streamBytes), "/dev/zero")
 	out, err := cmd.StdoutPipe()
@@ -139,7 +134,23 @@ func peers(ctx context.Context, b *bench) (err error) {
 	if err := errors.Join(err, cmd.Wait()); err != nil || n != streamBytes {
 		return fmt.Errorf("runsc exec of head: %d bytes, %w", n, err)
 	}
-	b.metric("runsc_exec_stream", "MB/s", []float64{mbps(n, time.Since(begun))})
+	b.metric(prefix+"_exec_stream", "MB/s", []float64{mbps(n, time.Since(begun))})
+	return nil
+}
+
+// peers measures the plain tools.
+func peers(ctx context.Context, b *bench) (err error) {
+	root, done, err := b.rootDir(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, done()) }()
+	// gVisor as it is at the pinned version, and as Sandlot builds it.
+	for _, p := range []struct{ prefix, name string }{{"runsc", "runsc-plain"}, {"runsc_ours", "runsc"}} {
+		if err := b.runscPeer(ctx, root, p.prefix, p.name); err != nil {
+			return err
+		}
+	}
 	for _, p := range []struct {
 		name string
 		argv []string
