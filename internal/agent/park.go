@@ -4,7 +4,6 @@ import (
 	"errors"
 	"runtime"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -92,7 +91,7 @@ func (k *parking) take() *parked {
 	select {
 	case <-p.status: // somebody inside killed it
 		p.drop()
-		parkMemory.Put(&p.mem)
+		freeMemory(p.mem)
 		return nil
 	default:
 		return p
@@ -143,7 +142,7 @@ func (k *parking) put(p *parked) {
 		p.drop()
 		go func() {
 			<-p.status
-			parkMemory.Put(&p.mem)
+			freeMemory(p.mem)
 		}()
 	}
 }
@@ -153,15 +152,27 @@ func temporary(err error) bool {
 	return ok && (errno == syscall.EAGAIN || errno == syscall.ENOMEM || errno == syscall.EMFILE)
 }
 
-// parkMemory is reused: at most two children are between parking and execve.
-var parkMemory = sync.Pool{New: func() any { return (*[]byte)(nil) }}
+// spareMemory keeps shared memory for the next child. It is no sync.Pool: the collector empties those, and what was
+// mapped would stay mapped.
+var spareMemory = make(chan []byte, 2)
 
 func takeMemory() ([]byte, error) {
-	if m, _ := parkMemory.Get().(*[]byte); m != nil {
-		clear(*m)
-		return *m, nil
+	select {
+	case m := <-spareMemory:
+		clear(m[:parkCalls*int(unsafe.Sizeof(call{}))]) // the table; the rest is written before it is read
+		return m, nil
+	default:
+		return syscall.Mmap(-1, 0, parkBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
 	}
-	return syscall.Mmap(-1, 0, parkBytes, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_ANON|syscall.MAP_PRIVATE)
+}
+
+// freeMemory takes back memory that no child uses any more.
+func freeMemory(m []byte) {
+	select {
+	case spareMemory <- m:
+	default:
+		_ = syscall.Munmap(m)
+	}
 }
 
 // park forks a child and leaves it waiting.
@@ -191,7 +202,7 @@ func park() (_ *parked, err error) {
 					q.drop()
 				}
 			}
-			parkMemory.Put(&p.mem)
+			freeMemory(p.mem)
 		}
 	}()
 	if p.stdout, err = newPipe(); err != nil {
@@ -308,10 +319,11 @@ func (p *parked) exec(path string, argv []string, attr *syscall.ProcAttr) error 
 		break
 	}
 	_ = syscall.Close(p.failed)
+	if err != nil {
+		<-p.status // nobody reads the other ends: it is dead
+	}
 	if err != nil || n == 0 {
-		if err == nil {
-			parkMemory.Put(&p.mem) // execve left it
-		}
+		freeMemory(p.mem) // execve left it
 		return err
 	}
 	err = syscall.EINVAL
@@ -322,7 +334,7 @@ func (p *parked) exec(path string, argv []string, attr *syscall.ProcAttr) error 
 		}
 	}
 	<-p.status // it only exits now
-	parkMemory.Put(&p.mem)
+	freeMemory(p.mem)
 	return err
 }
 
