@@ -324,6 +324,37 @@ func TestOverTheSocket(t *testing.T) {
 	}
 }
 
+// faraway is a node whose streams are no sockets of this host.
+type faraway struct {
+	node.Node
+	guest net.Conn
+}
+
+func (f faraway) Dial(context.Context, sandlot.ID) (net.Conn, error) { return f.guest, nil }
+
+// TestStreamThatIsNoSocket: what has no descriptor to pass is relayed by one that has.
+func TestStreamThatIsNoSocket(t *testing.T) {
+	host, guest := net.Pipe()
+	c := serve(t, faraway{guest: host})
+	conn, err := c.Dial(t.Context(), "sbxfar")
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() { _, _ = io.Copy(guest, guest) }() // an echo
+	if _, err := conn.Write([]byte("there and back")); err != nil {
+		t.Fatal(err)
+	}
+	b := make([]byte, 14)
+	if _, err := io.ReadFull(conn, b); err != nil || string(b) != "there and back" {
+		t.Errorf("%q, %v", b, err)
+	}
+	conn.Close()
+	if _, err := guest.Read(b); err == nil {
+		t.Error("the guest's end outlives the caller's")
+	}
+	guest.Close()
+}
+
 // TestSocketTurnsOthersAway checks the peer's uid, not only the socket's mode.
 func TestSocketTurnsOthersAway(t *testing.T) {
 	if os.Getuid() == 0 {

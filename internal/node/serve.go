@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sandlot"
+	"sandlot/internal/engine/channel"
 )
 
 // The Node interface over a Unix socket: HTTP/1.1 with JSON, one POST per method at "/"+method. Two methods
@@ -183,16 +184,15 @@ func (s *server) dial(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, err)
 		return
 	}
-	defer guest.Close()
 	end, ok := guest.(*net.UnixConn)
-	if !ok {
-		end, err = relay(guest)
-		if err != nil {
+	if !ok { // its relay keeps it, for as long as the other end is open
+		if end, err = relay(guest); err != nil {
+			guest.Close()
 			s.fail(w, err)
 			return
 		}
-		defer end.Close()
 	}
+	defer end.Close() // the caller has a descriptor of its own by then
 	c, _, err := http.NewResponseController(w).Hijack()
 	if err != nil {
 		s.fail(w, err)
@@ -214,27 +214,18 @@ func (s *server) dial(w http.ResponseWriter, r *http.Request) {
 
 // relay gives a stream that is no socket of this host (a virtio port, a remote node) a descriptor.
 func relay(guest net.Conn) (*net.UnixConn, error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	ours, theirs, err := channel.Pair()
 	if err != nil {
 		return nil, err
-	}
-	var ends [2]net.Conn
-	for i, fd := range fds {
-		f := os.NewFile(uintptr(fd), "relay")
-		ends[i], err = net.FileConn(f)
-		f.Close()
-		if err != nil {
-			return nil, err
-		}
 	}
 	pump := func(dst, src net.Conn) {
 		_, _ = io.Copy(dst, src)
 		dst.Close()
 		src.Close()
 	}
-	go pump(ends[1], guest)
-	go pump(guest, ends[1])
-	return ends[0].(*net.UnixConn), nil
+	go pump(ours, guest)
+	go pump(guest, ours)
+	return theirs, nil
 }
 
 // peerListener turns away processes of other users.

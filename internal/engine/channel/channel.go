@@ -219,3 +219,30 @@ func (l *Listener) Close() error {
 		}
 	}
 }
+
+// Pair makes the two ends of a stream within this host.
+func Pair() (a, b *net.UnixConn, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, err
+	}
+	var ends [2]*net.UnixConn
+	var errs [2]error
+	for i, fd := range fds {
+		f := os.NewFile(uintptr(fd), "stream")
+		var c net.Conn
+		if c, errs[i] = net.FileConn(f); errs[i] == nil {
+			ends[i], _ = c.(*net.UnixConn)
+		}
+		f.Close()
+	}
+	if err := errors.Join(errs[:]...); err != nil {
+		for _, c := range ends {
+			if c != nil {
+				c.Close()
+			}
+		}
+		return nil, nil, err
+	}
+	return ends[0], ends[1], nil
+}

@@ -15,8 +15,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"sandlot"
 	"sandlot/internal/agent"
 	"sandlot/internal/engine"
@@ -227,7 +225,7 @@ func (m *machine) Dial(ctx context.Context) (net.Conn, error) {
 	if err := m.start(); err != nil {
 		return nil, err
 	}
-	host, guest, err := socketpair()
+	host, guest, err := channel.Pair()
 	if err != nil {
 		return nil, err
 	}
@@ -250,23 +248,6 @@ func (m *machine) Dial(ctx context.Context) (net.Conn, error) {
 	}
 	_ = host.SetReadDeadline(time.Time{})
 	return host, nil
-}
-
-func socketpair() (host, guest net.Conn, err error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return nil, nil, err
-	}
-	var ends [2]net.Conn
-	for i, fd := range fds {
-		f := os.NewFile(uintptr(fd), "stream")
-		ends[i], err = net.FileConn(f)
-		f.Close()
-		if err != nil {
-			return nil, nil, err
-		}
-	}
-	return ends[0], ends[1], nil
 }
 
 // Resize implements engine.Machine. There are no limits to set.
