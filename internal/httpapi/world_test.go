@@ -99,11 +99,12 @@ func newWorld(t testing.TB, limits Limits, more ...*route.Operation) *world {
 	host := node.NewHost(node.Config{Engines: []engine.Engine{memory.New(t.TempDir())}, Templates: oneTemplate{}, Log: log, MemoryFloor: 1})
 	w.authz = authz.New(w.store, time.Now)
 	w.service = service.New(service.Config{Store: w.store, Node: host, Authz: w.authz, Log: log})
-	secret, err := w.service.Bootstrap(ctx)
-	if err != nil {
+	if err := w.service.FirstStart(ctx, func(first sandlot.Secret) error {
+		w.token = first.Reveal()
+		return nil
+	}); err != nil {
 		t.Fatal(err)
 	}
-	w.token = secret.Reveal()
 	if err := w.service.Start(ctx); err != nil {
 		t.Fatal(err)
 	}

@@ -10,16 +10,6 @@ import (
 	"sandlot/internal/store"
 )
 
-// Bootstrap is FirstStart for callers that cannot be killed between it and keeping the secret. On a store
-// that is not empty it returns "".
-func (s *Service) Bootstrap(ctx context.Context) (secret sandlot.Secret, err error) {
-	err = s.FirstStart(ctx, func(first sandlot.Secret) error {
-		secret = first
-		return nil
-	})
-	return secret, err
-}
-
 // FirstStart makes, on an empty store, the organization and the project "default", the user "owner" and a
 // token that may do everything in them. keep gets that token's secret before the store is committed: a
 // process that is killed in between has kept a secret that is not valid, and the next start makes another;

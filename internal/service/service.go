@@ -127,7 +127,7 @@ func New(c Config) *Service {
 func (s *Service) Start(ctx context.Context) error {
 	secret, err := s.store.Secret(ctx)
 	if err != nil {
-		return sandlot.Wrap(err, sandlot.ErrorCode(err), "the server has no key yet: Bootstrap comes before Start")
+		return sandlot.Wrap(err, sandlot.ErrorCode(err), "the server has no key yet: FirstStart comes before Start")
 	}
 	alive, err := s.store.Alive(ctx)
 	if err != nil {

@@ -43,7 +43,11 @@ func newWorld(t testing.TB, plan func(*sandlot.Plan)) *world {
 	w := &world{t: t, node: newFakeNode(), store: st, clock: clock.NewStepped()}
 	a := authz.New(st, w.clock.Now)
 	w.Service = New(Config{Store: st, Node: w.node, Authz: a, Log: slog.New(slog.DiscardHandler), Clock: w.clock, Plans: plans})
-	secret, err := w.Bootstrap(ctx)
+	var secret sandlot.Secret
+	err = w.FirstStart(ctx, func(first sandlot.Secret) error {
+		secret = first
+		return nil
+	})
 	if err != nil || secret == "" {
 		t.Fatalf("bootstrap: %q, %v", secret.Reveal(), err)
 	}
