@@ -433,3 +433,30 @@ func TestExecStorm(t *testing.T) {
 		t.Errorf("the agent has %d descriptors open, %v", n, err)
 	}
 }
+
+// SandboxUser/SelfDoS. Programs that want all the memory there is end, many at once and wave after wave; the kernel of their
+// sandbox and its agent do not. (Host memory that a dead program had is charged until gVisor's kernel lets go of it: until then the
+// host's kernel looks for the next to end.)
+func TestMemoryHogs(t *testing.T) {
+	b := live.New(t, map[string]any{"memory_mb": 256})
+	const hogs = `
+import os, time
+for i in range(120):
+    try:
+        if os.fork() == 0:
+            b = []
+            for j in range(200): b.append(bytearray(1 << 20))
+            time.sleep(1)
+            os._exit(0)
+    except OSError: break
+try:
+    while True: os.wait()
+except OSError: pass
+`
+	for wave := range 6 {
+		b.Run(t, []string{"python3", "-c", hogs}, map[string]any{"timeout_s": 120})
+		if got := b.Out(t, "echo alive"); got != "alive" {
+			t.Fatalf("after wave %d the sandbox says %q", wave, got)
+		}
+	}
+}
