@@ -15,7 +15,8 @@
 //	    The machine is somebody's now: take env into the process's environment, reseed every random generator that exists
 //	    (random, numpy.random when imported; Math.random needs a new process or is reseeded by replacing it). No answer.
 //	{"op":"run","id":7,"code":"…","language":"typescript"}
-//	    Run a cell. language only says how a JavaScript kernel is to read the code.
+//	    Run a cell. language only says how a JavaScript kernel is to read the code. With "final":true the cell is the
+//	    process's only one: done comes when nothing is left to wait for, as a program would end, and then the kernel exits.
 //
 // Kernel to agent:
 //
