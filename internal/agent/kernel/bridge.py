@@ -103,7 +103,6 @@ stdout, stderr = Output(1), Output(2)
 
 
 def _forked():
-    global PID_CHILD
     flusher.thread = None
     flusher.event = threading.Event()
 
@@ -260,6 +259,8 @@ def pretty(obj, width=79):
 
 
 def text_of(obj):
+    if isinstance(obj, type) and type(obj).__repr__ is type.__repr__:  # as IPython shows it
+        return obj.__qualname__ if obj.__module__ == "builtins" else f"{obj.__module__}.{obj.__qualname__}"
     m = method(obj, "_repr_pretty_")
     if m is not None and "IPython.lib.pretty" in sys.modules:
         s = sys.modules["IPython.lib.pretty"].pretty(obj)
@@ -530,8 +531,9 @@ def shell():
         InteractiveShell.colors.default_value = "NoColor"
         s = InteractiveShell.instance(user_module=main, user_ns=space)
         sys.displayhook, sys.excepthook, builtins.display = keep
-        for name in set(space) - names - {"get_ipython"}:
-            space.pop(name, None)  # In, Out, exit and others that a plain kernel has not
+        for name in set(space) - names:
+            if not name.startswith("_"):
+                space.pop(name)  # In, Out, exit and others that a plain kernel has not
         space["get_ipython"] = s.get_ipython
         s.system = s.system_raw
         s.history_manager.enabled = False
@@ -626,15 +628,19 @@ def describe(e):
 
     if isinstance(e, SystemExit):
         return "SystemExit", "" if e.code is None else str(e.code), ""
-    tb = e.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == HERE:
-        tb = tb.tb_next
+    tb = first = e.__traceback__
+    while tb is not None and not tb.tb_frame.f_code.co_filename.startswith("<cell "):
+        tb = tb.tb_next  # this program's, and the event loop's
+    if tb is None and isinstance(e, KeyboardInterrupt):
+        return "KeyboardInterrupt", "", "KeyboardInterrupt"
+    if tb is None:  # a value that cannot be shown
+        tb = first
+        while tb is not None and tb.tb_frame.f_code.co_filename == HERE:
+            tb = tb.tb_next
     try:
         value = str(e)
     except Exception:
         value = "<its str() failed>"
-    if isinstance(e, SyntaxError) and (tb is None or not str(e.filename or "").startswith("<cell")):
-        pass
     try:
         lines = traceback.TracebackException(type(e), e, tb).format()
         text = "".join(line for line in lines if not line.startswith(f'  File "{HERE}"'))
