@@ -9,16 +9,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"sandlot"
+	"sandlot/internal/agent/kernel"
 	"sandlot/internal/wire"
 
 	"golang.org/x/sys/unix"
@@ -46,6 +49,9 @@ type Config struct {
 	// stream, which keeps an idle agent nearly free. nil: dial Boot.Socket.
 	Dial func(ctx context.Context) (net.Conn, error)
 
+	// Bridges has the kernels' programs. nil: the real ones.
+	Bridges fs.FS
+
 	Log *slog.Logger // nil: discard
 }
 
@@ -63,6 +69,7 @@ type Agent struct {
 	logDir     string // as guest path, of background processes
 
 	procs    *table
+	kernels  *kernels
 	parking  *parking     // nil: every process is forked when it is asked for
 	captured atomic.Int64 // bytes of outputs that collect holds
 	limits   limits
@@ -120,6 +127,11 @@ func New(cfg Config) (*Agent, error) {
 		a.cfg.Dial = func(ctx context.Context) (net.Conn, error) { return d.DialContext(ctx, "unix", cfg.Boot.Socket) }
 	}
 	a.users = newUsers(a.etc)
+	bridges := cfg.Bridges
+	if bridges == nil {
+		bridges = kernel.Files
+	}
+	a.kernels = newKernels(a, bridges)
 	a.ctx, a.cancel = context.WithCancel(context.Background())
 	a.srv = &http.Server{
 		Handler:        a.handler(),
@@ -156,6 +168,9 @@ func (a *Agent) Run(ctx context.Context) error {
 	if a.cfg.Boot.Warm {
 		a.warm(a.ctx)
 		a.parking.fill()
+		if slices.Contains(a.cfg.Boot.Kernels, "python") {
+			a.kernels.prestart()
+		}
 	}
 	l := newListener(a.ctx, a.cfg.Dial, a.cfg.Boot.Secret, a.log)
 	a.srv.ConnState = l.track
@@ -170,6 +185,7 @@ func (a *Agent) Run(ctx context.Context) error {
 // Close ends the agent: its streams, and every process it started with all that kept its session.
 func (a *Agent) Close() error {
 	a.cancel()
+	a.kernels.close()
 	err := a.srv.Close()
 	a.procs.close(a.root == "")
 	if t, ok := a.files.(*rootTree); ok {

@@ -44,7 +44,7 @@ func (a *Agent) startBackground(id *identity, e *wire.Exec) (*proc, error) {
 	}
 	_ = syscall.SetNonblock(in[1], true)
 	pin := newStdin(os.NewFile(uintptr(in[1]), "|1"))
-	p, err := a.launch(id, u, e, nil, [3]int{in[0], out.w, out.w}, log, pin)
+	p, err := a.launch(id, u, e, nil, []int{in[0], out.w, out.w}, log, pin)
 	_ = syscall.Close(in[0])
 	if err != nil {
 		out.drop()

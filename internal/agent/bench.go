@@ -72,7 +72,7 @@ func (a *Agent) serveForkExec(w http.ResponseWriter, r *http.Request) error {
 	}
 	defer func() { _ = syscall.Close(fd) }()
 	began := time.Now()
-	p, err := a.launch(id, u, &e, nil, [3]int{fd, fd, fd}, nil, nil)
+	p, err := a.launch(id, u, &e, nil, []int{fd, fd, fd}, nil, nil)
 	if err != nil {
 		return sandlot.Wrap(err, sandlot.CodeInvalidRequest, "%s", trimLine(err.Error()))
 	}

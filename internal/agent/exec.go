@@ -119,19 +119,25 @@ type collected struct {
 
 // answer sends all frames: a small answer in a single write, a large one without copying the outputs.
 func (c *collected) answer(w http.ResponseWriter) {
-	const small = 3 << 10
 	parts := [][]byte{appendJSON(nil, wire.FrameStarted, wire.Started{PID: c.pid})}
-	for _, out := range []struct {
-		kind byte
-		data []byte
-	}{{wire.FrameStdout, c.stdout.data}, {wire.FrameStderr, c.stderr.data}} {
-		for data := range slices.Chunk(out.data, wire.MaxFrame) {
-			h := make([]byte, wire.FrameHeader)
-			wire.PutHeader(h, out.kind, len(data))
-			parts = append(parts, h, data)
-		}
+	parts = outputFrames(parts, wire.FrameStdout, c.stdout.data)
+	parts = outputFrames(parts, wire.FrameStderr, c.stderr.data)
+	answerParts(w, append(parts, appendJSON(nil, wire.FrameExit, c.exit)))
+}
+
+// outputFrames appends frames around data, which is not copied.
+func outputFrames(parts [][]byte, kind byte, data []byte) [][]byte {
+	for data := range slices.Chunk(data, wire.MaxFrame) {
+		h := make([]byte, wire.FrameHeader)
+		wire.PutHeader(h, kind, len(data))
+		parts = append(parts, h, data)
 	}
-	parts = append(parts, appendJSON(nil, wire.FrameExit, c.exit))
+	return parts
+}
+
+// answerParts answers with frames in pieces: a small answer in a single write, a large one without copying.
+func answerParts(w http.ResponseWriter, parts [][]byte) {
+	const small = 3 << 10
 	total := 0
 	for _, p := range parts {
 		total += len(p)
@@ -211,7 +217,7 @@ func (a *Agent) begin(id *identity, e *wire.Exec) (*foreground, error) {
 	if len(e.Stdin) == 0 {
 		if ready := a.parking.take(); ready != nil {
 			f := &foreground{procs: a.procs, stdout: ready.stdout, stderr: ready.stderr}
-			f.p, err = a.launch(id, u, e, ready, [3]int{}, nil, nil)
+			f.p, err = a.launch(id, u, e, ready, nil, nil, nil)
 			if err == nil {
 				return f, nil
 			}
@@ -230,7 +236,7 @@ func (a *Agent) fork(id *identity, u *user, e *wire.Exec) (*foreground, error) {
 	if err != nil {
 		return nil, noPipes(err)
 	}
-	fds := [3]int{int(null.Fd())}
+	fds := []int{int(null.Fd()), 0, 0}
 	var in [2]int
 	if len(e.Stdin) > 0 {
 		if err := syscall.Pipe2(in[:], syscall.O_CLOEXEC); err != nil {

@@ -21,6 +21,7 @@ type frameWriter struct {
 	gone func()
 	ping *time.Timer
 	end  bool
+	some bool // was sent
 }
 
 func newFrameWriter(w http.ResponseWriter, gone func()) *frameWriter {
@@ -62,7 +63,12 @@ func (fw *frameWriter) write(kind byte, payload []byte) error {
 		return fw.err
 	}
 	fw.buf = wire.AppendFrame(fw.buf[:0], kind, payload)
-	_, fw.err = fw.w.Write(fw.buf)
+	return fw.flush(fw.buf)
+}
+
+func (fw *frameWriter) flush(frames []byte) error {
+	fw.some = true
+	_, fw.err = fw.w.Write(frames)
 	if fw.err == nil {
 		fw.err = fw.rc.Flush()
 	}
@@ -71,6 +77,24 @@ func (fw *frameWriter) write(kind byte, payload []byte) error {
 	}
 	fw.last = time.Now()
 	return fw.err
+}
+
+// raw sends frames as they are.
+func (fw *frameWriter) raw(frames []byte) error {
+	fw.mu.Lock()
+	defer fw.mu.Unlock()
+	if fw.err != nil || fw.end {
+		return fw.err
+	}
+	return fw.flush(frames)
+}
+
+// refuse ends the frames before the first, and says whether it could.
+func (fw *frameWriter) refuse() bool {
+	fw.mu.Lock()
+	defer fw.mu.Unlock()
+	fw.end = fw.end || !fw.some
+	return !fw.some
 }
 
 // close stops the pings: w must not be written to after the handler has returned.

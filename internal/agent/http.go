@@ -41,6 +41,12 @@ func (a *Agent) handler() http.Handler {
 	on("GET "+wire.PathArchive, a.serveArchiveGet)
 	on("PUT "+wire.PathArchive, a.serveArchivePut)
 	on("GET "+wire.PathWatch, a.serveWatch)
+	on("POST "+wire.PathCells, a.serveCell)
+	on("GET "+wire.PathContexts, a.serveContexts)
+	on("POST "+wire.PathContexts, a.serveNewContext)
+	on("DELETE "+wire.PathContexts+"/{id}", a.serveDeleteContext)
+	on("POST "+wire.PathContexts+"/{id}/restart", a.serveRestartContext)
+	on("POST "+wire.PathContexts+"/{id}/interrupt", a.serveInterruptContext)
 	on("POST "+wire.PathSink, serveSink)
 	on("GET "+wire.PathSource, serveSource)
 	on("POST "+wire.PathForkExec, a.serveForkExec)
@@ -126,13 +132,15 @@ func answerJSON(w http.ResponseWriter, v any) error {
 
 // readJSON reads the whole body, which must be one value. Reading to the end matters: only then does the
 // server notice a host that goes away.
-func readJSON(r *http.Request, v any) error {
-	b, err := io.ReadAll(io.LimitReader(r.Body, maxJSON+1))
+func readJSON(r *http.Request, v any) error { return readJSONUpTo(r, v, maxJSON) }
+
+func readJSONUpTo(r *http.Request, v any, limit int64) error {
+	b, err := io.ReadAll(io.LimitReader(r.Body, limit+1))
 	if err != nil {
 		return sandlot.Wrap(err, sandlot.CodeInvalidRequest, "the body could not be read")
 	}
-	if len(b) > maxJSON {
-		return sandlot.Errorf(sandlot.CodeTooLarge, "the body has more than %d bytes", maxJSON)
+	if int64(len(b)) > limit {
+		return sandlot.Errorf(sandlot.CodeTooLarge, "the body has more than %d bytes", limit)
 	}
 	if err := json.Unmarshal(b, v); err != nil {
 		return sandlot.Wrap(err, sandlot.CodeInvalidRequest, "the body is not the JSON that was expected")
@@ -205,10 +213,14 @@ func (a *Agent) serveHealth(w http.ResponseWriter, _ *http.Request) error {
 
 func (a *Agent) serveStats(w http.ResponseWriter, _ *http.Request) error {
 	n := a.procs.running()
+	ahead := a.kernels.ahead()
+	if ahead != 0 {
+		n--
+	}
 	if a.root == "" {
 		n = 0
 		for pid := range pids() {
-			if pid != os.Getpid() && pid != a.parking.child() {
+			if pid != os.Getpid() && pid != a.parking.child() && pid != ahead {
 				n++
 			}
 		}

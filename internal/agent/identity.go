@@ -58,8 +58,10 @@ func (a *Agent) serveIdentity(w http.ResponseWriter, r *http.Request) error {
 		env = make(map[string]string, len(in.Env))
 	}
 	maps.Copy(env, in.Env)
-	a.identity.Store(&identity{id: in.ID, env: env})
+	id := &identity{id: in.ID, env: env}
+	a.identity.Store(id)
 	w.WriteHeader(http.StatusNoContent)
+	go a.kernels.identify(id) // the claim does not wait for it, the first cell does
 	return nil
 }
 

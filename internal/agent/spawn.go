@@ -57,10 +57,10 @@ func (p *pipe) drop() {
 	_ = p.r.Close()
 }
 
-// launch starts e with the given stdin, stdout and stderr, and registers the process. ready, when it is not nil,
+// launch starts e with the given stdin, stdout, stderr and more descriptors, and registers the process. ready, when it is not nil,
 // is a parked child that e may become instead of a new fork; it has its own. A *notStarted error is the command's
 // own fault, any other is the request's or the agent's.
-func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds [3]int, log *outputLog, in *stdin) (*proc, error) {
+func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds []int, log *outputLog, in *stdin) (*proc, error) {
 	dir := workspace
 	if e.Cwd != "" {
 		name, err := resolve(e.Cwd)
@@ -81,8 +81,11 @@ func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds [
 	attr := &syscall.ProcAttr{
 		Dir:   a.inside(dir),
 		Env:   env,
-		Files: []uintptr{uintptr(fds[0]), uintptr(fds[1]), uintptr(fds[2])},
+		Files: make([]uintptr, len(fds)),
 		Sys:   &syscall.SysProcAttr{Setsid: true},
+	}
+	for i, fd := range fds {
+		attr.Files[i] = uintptr(fd)
 	}
 	if a.switchUser {
 		attr.Sys.Credential = u.credential()

@@ -177,7 +177,12 @@ func (c *Client) send(ctx context.Context, tr *http.Transport, q request) (*http
 
 // call sends a JSON value, when there is one, and reads a JSON answer, when there is one.
 func (c *Client) call(ctx context.Context, q request, in, out any) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errNoAnswer)
+	return c.callFor(ctx, callTimeout, q, in, out)
+}
+
+// callFor is call with another patience.
+func (c *Client) callFor(ctx context.Context, patience time.Duration, q request, in, out any) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, errNoAnswer)
 	defer cancel()
 	if in != nil {
 		b, err := json.Marshal(in)

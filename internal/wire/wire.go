@@ -50,6 +50,8 @@ type Boot struct {
 	// Warm: nobody waits for this machine, so the agent walks the paths of a first request before its first
 	// hello.
 	Warm bool `json:"warm,omitempty"`
+	// Kernels are the template's languages besides bash. Where nobody waits, python's is started ahead.
+	Kernels []string `json:"kernels,omitempty"`
 }
 
 // Paths of the agent's API. {pid} is decimal.

@@ -705,6 +705,7 @@ def run(message):
 
 
 def identity(message):
+    current["count"] = 0  # what ran before was nobody's
     for k, v in message.get("env", {}).items():
         try:
             os.environ[k] = v

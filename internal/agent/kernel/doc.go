@@ -12,7 +12,7 @@
 // Agent to kernel:
 //
 //	{"op":"identity","env":{"K":"V"},"seed":"<128 hex digits>"}
-//	    The machine is somebody's now: take env into the process's environment, reseed every random generator that exists
+//	    The machine is somebody's now: take env into the process's environment, count cells anew, reseed every random generator that exists
 //	    (random, numpy.random when imported; Math.random needs a new process or is reseeded by replacing it). No answer.
 //	{"op":"run","id":7,"code":"…","language":"typescript"}
 //	    Run a cell. language only says how a JavaScript kernel is to read the code. With "final":true the cell is the

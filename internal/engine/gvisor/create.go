@@ -153,6 +153,7 @@ func (e *Engine) prepare(ctx context.Context, spec engine.Spec, m *machine, part
 		boot, err := json.Marshal(wire.Boot{
 			Secret: m.rec.Secret, Socket: wire.SocketPath,
 			Env: spec.Template.Env, Start: spec.Template.Start, Ready: spec.Template.Ready, MaxProcesses: sandlot.MaxProcesses,
+			Warm: spec.Pooled, Kernels: spec.Template.Kernels,
 		})
 		if err != nil {
 			return err

@@ -56,7 +56,7 @@ func (e *Engine) Create(ctx context.Context, spec engine.Spec) (engine.Machine, 
 		return nil, engine.Parts{}, err
 	}
 	m := &machine{
-		e: e, dir: filepath.Join(e.dir, string(spec.ID)), secret: channel.NewSecret(), env: spec.Template.Env,
+		e: e, dir: filepath.Join(e.dir, string(spec.ID)), secret: channel.NewSecret(), env: spec.Template.Env, kernels: spec.Template.Kernels,
 		want: make(chan net.Conn), done: make(chan struct{}),
 		rec: engine.Record{
 			ID: spec.ID, Engine: Name, Template: spec.Template.Name, Digest: spec.Template.Digest,
@@ -132,12 +132,13 @@ func (e *Engine) Close() error {
 
 // machine implements engine.Machine. Its agent starts with the first Dial, so that a thousand idle ones cost little.
 type machine struct {
-	e      *Engine
-	rec    engine.Record
-	dir    string
-	secret string
-	env    map[string]string
-	want   chan net.Conn // the agent's ends of streams that somebody dialled
+	e       *Engine
+	rec     engine.Record
+	dir     string
+	secret  string
+	env     map[string]string
+	kernels []string
+	want    chan net.Conn // the agent's ends of streams that somebody dialled
 
 	mu     sync.Mutex
 	agent  *agent.Agent
@@ -171,7 +172,7 @@ func (m *machine) start() error {
 		return err
 	}
 	a, err := agent.New(agent.Config{
-		Boot: wire.Boot{Secret: m.secret, Env: m.env},
+		Boot: wire.Boot{Secret: m.secret, Env: m.env, Kernels: m.kernels},
 		Root: m.dir,
 		Dial: func(ctx context.Context) (net.Conn, error) {
 			select {

@@ -1,0 +1,8 @@
+package kernel
+
+import "embed"
+
+// Files holds the bridges.
+//
+//go:embed bridge.py bridge.mjs
+var Files embed.FS
