@@ -118,6 +118,19 @@ func (o *output) begin(sink func([]byte) error) {
 func (o *output) finish() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	o.drain()
+	o.sink = nil
+}
+
+// sync gives what is in the pipe to the cell.
+func (o *output) sync() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.drain()
+}
+
+// drain is finish's and sync's. The caller holds mu.
+func (o *output) drain() {
 	if !o.closed {
 		// Not Read, which waits for the reader that watches; Control only keeps the descriptor open.
 		_ = o.raw.Control(func(uintptr) {
@@ -132,7 +145,6 @@ func (o *output) finish() {
 			}
 		})
 	}
-	o.sink = nil
 }
 
 // discard throws away what comes from now on. A server that the cell left in a session of its own would die of

@@ -69,7 +69,15 @@ func TestEnvelopeEverywhere(t *testing.T) {
 		{"POST", exec, `{"cmd":"a","user":"../root"}`, 400, "invalid_request"},
 		{"GET", boxes + "/" + id + "/processes/0/stream", "", 404, "not_found"},
 		{"GET", boxes + "/" + id + "/processes/x/stream", "", 404, "not_found"},
-		{"POST", boxes + "/" + id + "/run-code", `{}`, 404, "not_found"},
+		{"POST", boxes + "/" + id + "/run-code", `{}`, 400, "invalid_request"},
+		{"POST", boxes + "/" + id + "/run-code", `{"code":"1","language":"cobol"}`, 400, "invalid_request"},
+		{"POST", boxes + "/" + id + "/run-code", `{"code":"1","context_id":"../x"}`, 400, "invalid_request"},
+		{"POST", boxes + "/" + id + "/run-code", `{"code":"1","context_id":"x","language":"bash"}`, 400, "invalid_request"},
+		{"POST", boxes + "/" + id + "/run-code", `{"code":"1","timeout_s":0}`, 400, "invalid_request"},
+		{"POST", boxes + "/" + id + "/contexts", `{"language":"bash"}`, 400, "invalid_request"},
+		{"POST", boxes + "/" + id + "/contexts/nowhere/restart", "", 404, "not_found"},
+		{"POST", boxes + "/" + id + "/contexts/..%2fx/interrupt", "", 404, "not_found"},
+		{"DELETE", boxes + "/" + id + "/contexts/a%20b", "", 404, "not_found"},
 		{"GET", boxes + "/" + id + "/files/content", "", 400, "invalid_request"},
 	} {
 		a := w.do(c.method, c.path, c.body)
