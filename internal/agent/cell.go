@@ -38,6 +38,9 @@ func (o *cellOutput) result(m *message) bool {
 	if len(b) > wire.MaxResultBytes || o.bytes+len(b) > 2*wire.MaxResultBytes || o.results == nil {
 		return false
 	}
+	if _, err := wire.DecodeResult(b); err != nil { // the host would take it for the agent's fault
+		return false
+	}
 	if !o.results(b) {
 		return false
 	}

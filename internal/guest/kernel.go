@@ -3,13 +3,10 @@ package guest
 import (
 	"bytes"
 	"context"
-	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"io"
-	"mime"
 	"net/http"
-	"strings"
 	"time"
 	"unicode/utf8"
 
@@ -20,7 +17,6 @@ import (
 const (
 	cellGrace   = 75 * time.Second // beyond a cell's own time, twice: its turn, its kernel's start, its interrupt
 	maxContexts = 1024             // in one answer
-	maxMedia    = 64               // representations of one result
 	maxCount    = 1 << 30          // cells of a context
 )
 
@@ -162,85 +158,12 @@ func (s *CellStream) piece(b []byte) (bool, error) {
 	return true, s.decode(whole)
 }
 
-// decode reads a result. Strings are valid UTF-8 after that: encoding/json replaces what is not.
-func (s *CellStream) decode(b []byte) error {
-	var r struct {
-		Data map[string]json.RawMessage `json:"data"`
-		Main bool                       `json:"main"`
-	}
-	if json.Unmarshal(b, &r) != nil || len(r.Data) > maxMedia {
-		return nonsense("a result is not one")
-	}
-	s.result = wire.Result{Data: make(map[string]any, len(r.Data)), Main: r.Main}
-	for name, raw := range r.Data {
-		if !validMedia(name) {
-			return nonsense("a result has a media type that is none")
-		}
-		var text string
-		switch {
-		case json.Unmarshal(raw, &text) == nil && !isJSON(name):
-			if binary(name) {
-				if _, err := base64.StdEncoding.DecodeString(text); err != nil {
-					return nonsense("a result's %s is not base64", name)
-				}
-			}
-			s.result.Data[name] = text
-		case isJSON(name):
-			if depth(raw) > maxDepth {
-				return nonsense("a result is nested too deeply")
-			}
-			s.result.Data[name] = raw
-		default:
-			return nonsense("a result's %s is not text", name)
-		}
+// decode reads a result.
+func (s *CellStream) decode(b []byte) (err error) {
+	if s.result, err = wire.DecodeResult(b); err != nil {
+		return nonsense("%v", err)
 	}
 	return nil
-}
-
-const maxDepth = 1000 // of a JSON result
-
-// depth is how deeply a JSON value is nested.
-func depth(b []byte) (most int) {
-	n, quoted := 0, false
-	for i := 0; i < len(b); i++ {
-		switch c := b[i]; {
-		case quoted && c == '\\':
-			i++
-		case c == '"':
-			quoted = !quoted
-		case quoted:
-		case c == '{' || c == '[':
-			n++
-			most = max(most, n)
-		case c == '}' || c == ']':
-			n--
-		}
-	}
-	return most
-}
-
-func isJSON(media string) bool {
-	return media == "application/json" || strings.HasSuffix(media, "+json") || strings.HasPrefix(media, "e2b/")
-}
-
-// binary says whether a type's value is base64.
-func binary(media string) bool {
-	kind, _, _ := strings.Cut(media, ";")
-	switch {
-	case kind == "image/svg+xml":
-		return false
-	case kind == "application/pdf", kind == "application/octet-stream":
-		return true
-	}
-	return strings.HasPrefix(kind, "image/") || strings.HasPrefix(kind, "audio/") || strings.HasPrefix(kind, "video/")
-}
-
-func validMedia(name string) bool {
-	if len(name) > 128 || sanitize(name, 256) != name || !strings.Contains(name, "/") {
-		return false
-	}
-	_, _, err := mime.ParseMediaType(name)
-	return err == nil
 }
 
 func validEnd(e *wire.CellEnd) bool {
