@@ -42,6 +42,9 @@ var figures = []figure{
 	{"upload download channel_up channel_down upload_vs_channel download_vs_channel path_up path_down upload_rss_growth_mb", transfer},
 	{"creates_per_s_warm creates_per_s_dry", sustained},
 	{"idle_pss_mb idle_cpu_percent idle_answer server_rss_mb", idle},
+	{"cell_first cell_warm cell_warm_bridge cell_warm_vs_bridge", cellWarm},
+	{"matplotlib_first matplotlib_second matplotlib_first_vs_native matplotlib_second_vs_native", cellChart},
+	{"contexts_20 contexts_20_start kernel_pss_mb", contextsTwenty},
 	{"list_1000", listThousand},
 }
 

@@ -71,7 +71,7 @@ func newClient(base, project string, token sandlot.Secret) (*client, error) {
 // Bounds of what a server may send.
 const (
 	maxAnswer = 160 << 20 // a synchronous exec's two outputs of 10 MiB, each byte escaped
-	maxEvent  = 16 << 20  // one event of a stream
+	maxEvent  = 48 << 20  // one event of a stream: a result has up to 32 MiB
 	maxError  = 64 << 10
 )
 

@@ -100,6 +100,19 @@ func TestAgainstTheServer(t *testing.T) {
 	if code, _, errs := cli("", "sandbox", "exec", id, "--timeout", "1s", "--", "sleep", "60"); code != 124 {
 		t.Errorf("a command out of its time: exit %d, %q", code, errs)
 	}
+	want("7\n'a'\n", "x = 7; print(x)\n'a'", "sandbox", "run-code", id)
+	want("8\n", "x + 1", "sandbox", "run-code", id, "-c", "default")
+	pictures := filepath.Join(t.TempDir(), "made")
+	want("one\n", `display({"text/plain": "one", "image/png": "iVBORw=="}, raw=True)`, "sandbox", "run-code", "--out", pictures, id)
+	if b, err := os.ReadFile(filepath.Join(pictures, "result-1.png")); err != nil || string(b) != "\x89PNG" {
+		t.Errorf("a picture: %q, %v", b, err)
+	}
+	if code, out, errs := cli("1/0", "sandbox", "run-code", id); code != 1 || out != "" || !strings.Contains(errs, "ZeroDivisionError: division by zero") {
+		t.Errorf("code that fails: exit %d, %q, %q", code, out, errs)
+	}
+	if code, out, errs := cli("echo out; exit 3", "sandbox", "run-code", "-l", "bash", "--json", id); code != 1 || !strings.Contains(out, "exit status 3") {
+		t.Errorf("code that fails, as JSON: exit %d, %q, %q", code, out, errs)
+	}
 	big := strings.Repeat("0123456789abcdef", 1<<18) // 4 MiB
 	want("", big, "sandbox", "cp", "-", id+":big")
 	if code, out, errs := cli("", "sandbox", "cp", id+":big", "-"); code != 0 || out != big {
