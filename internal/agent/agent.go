@@ -68,14 +68,15 @@ type Agent struct {
 	etc        string
 	logDir     string // as guest path, of background processes
 
-	procs    *table
-	kernels  *kernels
-	parking  *parking     // nil: every process is forked when it is asked for
-	captured atomic.Int64 // bytes of outputs that collect holds
-	limits   limits
-	logLimit int64
-	watches  atomic.Int32
-	logSeq   atomic.Int64
+	procs     *table
+	kernels   *kernels
+	terminals *terminals
+	parking   *parking     // nil: every process is forked when it is asked for
+	captured  atomic.Int64 // bytes of outputs that collect holds
+	limits    limits
+	logLimit  int64
+	watches   atomic.Int32
+	logSeq    atomic.Int64
 
 	idMu                sync.Mutex // serialises Identify
 	hostname, machineID string     // as they were set last
@@ -132,6 +133,7 @@ func New(cfg Config) (*Agent, error) {
 		bridges = kernel.Files
 	}
 	a.kernels = newKernels(a, bridges)
+	a.terminals = newTerminals(a)
 	a.ctx, a.cancel = context.WithCancel(context.Background())
 	a.srv = &http.Server{
 		Handler:        a.handler(),

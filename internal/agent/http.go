@@ -31,6 +31,12 @@ func (a *Agent) handler() http.Handler {
 	on("GET "+wire.PathProcesses+"/{pid}/stream", a.serveFollow)
 	on("POST "+wire.PathProcesses+"/{pid}/signal", a.serveSignal)
 	on("POST "+wire.PathProcesses+"/{pid}/stdin", a.serveStdin)
+	on("POST "+wire.PathTerminals, a.serveNewTerminal)
+	on("GET "+wire.PathTerminals, a.serveTerminals)
+	on("DELETE "+wire.PathTerminals+"/{id}", a.serveTerminalClose)
+	on("POST "+wire.PathTerminals+"/{id}/resize", a.serveTerminalResize)
+	on("POST "+wire.PathTerminals+"/{id}/input", a.serveTerminalInput)
+	on("GET "+wire.PathTerminals+"/{id}/stream", a.serveTerminalStream)
 	on("GET "+wire.PathList, a.serveList)
 	on("GET "+wire.PathStat, a.serveStat)
 	on("GET "+wire.PathContent, a.serveGet) // and HEAD

@@ -61,6 +61,11 @@ func (p *pipe) drop() {
 // is a parked child that e may become instead of a new fork; it has its own. A *notStarted error is the command's
 // own fault, any other is the request's or the agent's.
 func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds []int, log *outputLog, in *stdin) (*proc, error) {
+	return a.launchIn(id, u, e, ready, fds, log, in, false)
+}
+
+// launchIn is launch; with tty, the process's stdin becomes its session's controlling terminal.
+func (a *Agent) launchIn(id *identity, u *user, e *wire.Exec, ready *parked, fds []int, log *outputLog, in *stdin, tty bool) (*proc, error) {
 	dir := workspace
 	if e.Cwd != "" {
 		name, err := resolve(e.Cwd)
@@ -82,7 +87,7 @@ func (a *Agent) launch(id *identity, u *user, e *wire.Exec, ready *parked, fds [
 		Dir:   a.inside(dir),
 		Env:   env,
 		Files: make([]uintptr, len(fds)),
-		Sys:   &syscall.SysProcAttr{Setsid: true},
+		Sys:   &syscall.SysProcAttr{Setsid: true, Setctty: tty}, // Ctty: 0
 	}
 	for i, fd := range fds {
 		attr.Files[i] = uintptr(fd)
