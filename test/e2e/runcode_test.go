@@ -94,6 +94,44 @@ func TestRunCode(t *testing.T) {
 	}
 }
 
+func TestRunCodeJavaScript(t *testing.T) {
+	t.Parallel()
+	b := live.New(t, map[string]any{"env": map[string]string{"GIVEN": "at create"}})
+	js, ts := inLanguage("javascript"), inLanguage("typescript")
+	a := code(t, b, "const x = 41; console.log('out'); console.error('err'); x + 1", js)
+	if a.text() != "42" || a.Stdout != "out\n" || a.Stderr != "err\n" || a.ContextID != "" || a.ExecutionCount != 1 || a.StateLost || a.Error != nil {
+		t.Errorf("%+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "typeof x + process.env.GIVEN", js); a.text() != "'undefinedat create'" {
+		t.Errorf("a cell without a context keeps something: %+v", a)
+	}
+	// This template's Node is too old for TypeScript; node-22's is not.
+	if a = code(t, b, "const y: number = 5; y as number * 2", ts); a.text() != "10" && !strings.Contains(a.Error.Value, "template node-22") {
+		t.Errorf("typescript: %+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "let z = 1; await new Promise(r => setTimeout(r, 10)); z", js, inContext("js")); a.text() != "1" || a.ContextID != "js" {
+		t.Errorf("%+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "z += 1; z", js, inContext("js")); a.text() != "2" || a.ExecutionCount != 2 {
+		t.Errorf("%+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "null.f()", js); a.failure() != "TypeError" {
+		t.Errorf("%+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "for (;;);", js, inContext("js"), withinSeconds(1)); a.failure() != "Timeout" || a.StateLost {
+		t.Errorf("%+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "z", js, inContext("js")); a.text() != "2" {
+		t.Errorf("after an interrupt: %+v %+v", a, a.Error)
+	}
+	if a = code(t, b, "process.exit(3)", js); a.failure() == "" || !strings.Contains(a.Error.Value, "3") {
+		t.Errorf("%+v %+v", a, a.Error)
+	}
+	if got := b.Out(t, "pgrep -fc '[b]ridge.mjs' || true"); got != "1" {
+		t.Errorf("%s JavaScript kernels are left, want the context's", got)
+	}
+}
+
 func TestRunCodePandas(t *testing.T) {
 	t.Parallel()
 	b := live.New(t, map[string]any{"template": "python-3.12"})
