@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -113,7 +113,7 @@ plt.title("squares")
 
 // cellChart draws the same chart in a sandbox and with the template's Python on this machine, each in a new process
 // and once more in it.
-func cellChart(ctx context.Context, b *bench) error {
+func cellChart(ctx context.Context, b *bench) (err error) {
 	native, done, err := b.mounted(ctx, pythonTemplate)
 	if err != nil {
 		return err
@@ -125,7 +125,7 @@ func cellChart(ctx context.Context, b *bench) error {
 	var first, second, nativeFirst, nativeSecond []float64
 	for range b.n(9) {
 		cmd := exec.CommandContext(ctx, "chroot", "--userspec=1000:1000", native, "/usr/local/bin/python3", "-c", "import time\nstart = time.time()\n"+script)
-		cmd.Env = []string{"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/tmp", "MPLCONFIGDIR=/home/user/.config/matplotlib", "MPLBACKEND=agg", "LANG=C.UTF-8"}
+		cmd.Env = []string{"PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/home/user", "MPLBACKEND=agg", "LANG=C.UTF-8"}
 		var said bytes.Buffer
 		cmd.Stderr = &said
 		out, err := cmd.Output()
@@ -166,7 +166,7 @@ func cellChart(ctx context.Context, b *bench) error {
 	return err
 }
 
-// mounted shows a template's image with what a program needs to write to.
+// mounted shows a template's image as a root directory that can be written to, in memory.
 func (b *bench) mounted(ctx context.Context, name string) (dir string, done func() error, err error) {
 	store, err := template.Open(b.templates)
 	if err != nil {
@@ -176,30 +176,43 @@ func (b *bench) mounted(ctx context.Context, name string) (dir string, done func
 	if err != nil {
 		return "", nil, err
 	}
-	dir = filepath.Join(b.dir, "native")
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	at, err := os.MkdirTemp(b.dir, "native-")
+	if err != nil {
 		return "", nil, err
 	}
-	if out, err := exec.CommandContext(ctx, "mount", "-t", "erofs", "-o", "loop,ro", tpl.Image, dir).CombinedOutput(); err != nil {
-		return "", nil, fmt.Errorf("mount the image: %w: %s", err, out)
-	}
-	mounts := []string{dir}
+	image, memory, dir := at+"/image", at+"/memory", at+"/root"
+	var mounts []string
 	done = func() error { // also after ctx has ended
 		var errs error
-		for i := len(mounts) - 1; i >= 0; i-- {
-			errs = errors.Join(errs, syscall.Unmount(mounts[i], 0))
+		for _, m := range slices.Backward(mounts) {
+			errs = errors.Join(errs, syscall.Unmount(m, 0))
 		}
+		mounts = nil
 		return errs
 	}
-	for _, m := range []struct{ source, at, kind string }{{"tmpfs", "/tmp", "tmpfs"}, {"/dev", "/dev", ""}} {
-		flags := uintptr(0)
-		if m.kind == "" {
-			flags = syscall.MS_BIND
+	for _, m := range [][]string{
+		{image, "-t", "erofs", "-o", "loop,ro", tpl.Image},
+		{memory, "-t", "tmpfs", "tmpfs"},
+		{dir, "-t", "overlay", "-o", "lowerdir=" + image + ",upperdir=" + memory + "/upper,workdir=" + memory + "/work", "overlay"},
+		{dir + "/proc", "-t", "proc", "proc"}, // the interpreter finds its library by it
+		{dir + "/dev", "--bind", "/dev"},
+	} {
+		err := os.MkdirAll(m[0], 0o755)
+		if err == nil {
+			var out []byte
+			if out, err = exec.CommandContext(ctx, "mount", append(m[1:], m[0])...).CombinedOutput(); err != nil {
+				err = fmt.Errorf("mount: %w: %s", err, out)
+			}
 		}
-		if err := syscall.Mount(m.source, dir+m.at, m.kind, flags, ""); err != nil {
-			return "", nil, errors.Join(fmt.Errorf("mount %s: %w", m.at, err), done())
+		if err == nil {
+			mounts = append(mounts, m[0])
+			if m[0] == memory {
+				err = errors.Join(os.Mkdir(memory+"/upper", 0o755), os.Mkdir(memory+"/work", 0o755))
+			}
 		}
-		mounts = append(mounts, dir+m.at)
+		if err != nil {
+			return "", nil, errors.Join(err, done())
+		}
 	}
 	return dir, done, nil
 }
