@@ -401,6 +401,55 @@ func TestKernelAhead(t *testing.T) {
 	}
 }
 
+// An image may have anything where the kernels' programs go, and any program for a python3.
+func TestKernelHostileImage(t *testing.T) {
+	if _, err := exec.LookPath("python3"); err != nil {
+		t.Skip("SKIPPED: no python3")
+	}
+	for name, in := range map[string]func(root string) error{
+		"link": func(root string) error {
+			return errors.Join(os.Mkdir(root+"/run", 0o755), os.Symlink("/workspace", root+"/run/sandlot"))
+		},
+		"links": func(root string) error { return os.Symlink(t.TempDir(), root+"/run") },
+		"file": func(root string) error {
+			return errors.Join(os.MkdirAll(root+"/run/sandlot", 0o755), os.WriteFile(root+"/run/sandlot/kernel", nil, 0o644))
+		},
+		"bridge": func(root string) error {
+			return errors.Join(os.MkdirAll(root+kernelDir, 0o755), os.Symlink("/etc/passwd", root+kernelDir+"/"+pythonBridge))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			root := t.TempDir()
+			if err := in(root); err != nil {
+				t.Fatal(err)
+			}
+			b := startBare(t, Config{Root: root})
+			b.identify(t)
+			if r := b.cell(t, "1+1"); text(r) != "2;" {
+				t.Errorf("%+v", r)
+			}
+			if real, err := filepath.EvalSymlinks(root + kernelDir + "/" + pythonBridge); err != nil || real != root+kernelDir+"/"+pythonBridge {
+				t.Errorf("the bridge is at %s, %v", real, err)
+			}
+		})
+	}
+	// One that never says that it is ready does not hold the machine's start.
+	bridges := t.TempDir()
+	if err := os.WriteFile(bridges+"/"+pythonBridge, []byte("import time\ntime.sleep(600)\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	cfg := Config{Root: t.TempDir(), Bridges: os.DirFS(bridges)}
+	cfg.Boot.Kernels, cfg.Boot.Warm = []string{"python"}, true
+	b := startBare(t, cfg)
+	b.identify(t)
+	if all, err := b.Contexts(t.Context()); err != nil || len(all) != 0 {
+		t.Errorf("%+v, %v", all, err)
+	}
+	if got := b.sh(t, "pgrep -fc '"+b.root+".*[b]ridge.py' || true"); string(got.Stdout) != "0\n" {
+		t.Errorf("%q kernels that never answered are left", got.Stdout)
+	}
+}
+
 func TestCellCensus(t *testing.T) {
 	b := startPython(t)
 	b.cell(t, "1")

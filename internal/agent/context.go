@@ -225,7 +225,11 @@ func (c *kernelContext) warmUp(id *identity) error {
 func (c *kernelContext) run(ctx context.Context, id *identity, cell *wire.Cell, out *cellOutput, quiet bool) (wire.CellEnd, error) {
 	end := wire.CellEnd{Context: c.id}
 	limit := time.Duration(cell.TimeoutMS) * time.Millisecond
-	k, lost, err := c.ensure(id, time.Now().Add(max(limit, startPatience)), out)
+	patience := max(limit, startPatience)
+	if quiet {
+		patience = limit
+	}
+	k, lost, err := c.ensure(id, time.Now().Add(patience), out)
 	end.StateLost = lost
 	if err != nil {
 		if k == nil {

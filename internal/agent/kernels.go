@@ -22,6 +22,10 @@ const (
 	scriptBridge = "bridge.mjs"
 
 	compiledBridge = "bridge.pyc"
+
+	// aheadPatience bounds each of two things that are done before the first hello. What does not work out then is
+	// done when somebody asks.
+	aheadPatience = 5 * time.Second
 )
 
 // kernels are the contexts of a sandbox: one kernel process each, so that none ever waits for another.
@@ -46,9 +50,12 @@ func newKernels(a *Agent, bridges fs.FS) *kernels {
 
 // installBridges puts the kernels' programs where user code cannot change them.
 func (a *Agent) installBridges(bridges fs.FS) error {
-	dir := a.inside(kernelDir)
-	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // the sandbox's user runs them
-		return err
+	for i := 1; i <= len(kernelDir); i++ {
+		if i == len(kernelDir) || kernelDir[i] == '/' {
+			if err := a.ownDir(a.inside(kernelDir[:i])); err != nil {
+				return err
+			}
+		}
 	}
 	for _, name := range []string{pythonBridge, scriptBridge} {
 		b, err := fs.ReadFile(bridges, name)
@@ -63,6 +70,26 @@ func (a *Agent) installBridges(bridges fs.FS) error {
 		}
 	}
 	return nil
+}
+
+// ownDir makes a directory of the system's, whatever the image has in its place: behind a link there could be one
+// that user code writes to.
+func (a *Agent) ownDir(dir string) error {
+	st, err := os.Lstat(dir)
+	if err == nil && !st.IsDir() {
+		if err := os.Remove(dir); err != nil {
+			return err
+		}
+	}
+	if err != nil || !st.IsDir() {
+		if err := os.Mkdir(dir, 0o755); err != nil { //nolint:gosec // the sandbox's user runs what is in it
+			return err
+		}
+	}
+	if !a.switchUser {
+		return nil
+	}
+	return errors.Join(os.Chown(dir, 0, 0), os.Chmod(dir, 0o755)) //nolint:gosec // as above
 }
 
 func (a *Agent) installBridge(name string, content []byte) error {
@@ -90,7 +117,7 @@ func (ks *kernels) compile(id *identity) {
 	}
 	made := ks.a.inside(kernelDir + "/" + compiledBridge)
 	out, err := ks.a.collect(ks.a.ctx, id, &wire.Exec{
-		Argv: []string{argv[0], "-I", "-c", compileBridge, argv[1], made}, Collect: 4 << 20, TimeoutMS: startPatience.Milliseconds(),
+		Argv: []string{argv[0], "-I", "-c", compileBridge, argv[1], made}, Collect: 4 << 20, TimeoutMS: aheadPatience.Milliseconds(),
 	})
 	if err != nil {
 		return
@@ -277,7 +304,7 @@ func (ks *kernels) prestart() {
 	}
 	c.turn <- struct{}{}
 	defer c.release()
-	end, err := c.run(ks.a.ctx, id, &wire.Cell{Language: "python", TimeoutMS: startPatience.Milliseconds()}, new(cellOutput), true)
+	end, err := c.run(ks.a.ctx, id, &wire.Cell{Language: "python", TimeoutMS: aheadPatience.Milliseconds()}, new(cellOutput), true)
 	k := c.current()
 	if err != nil || end.Error != nil || k == nil {
 		ks.a.log.Warn("the kernel could not be started ahead", "err", err, "said", end.Error)
