@@ -24,6 +24,7 @@ type sandboxCmd struct {
 	Exec    execCmd    `cmd:"" help:"Run a command in a sandbox."`
 	Run     runCmd     `cmd:"" help:"Create a sandbox, run a command in it, delete it."`
 	RunCode codeCmd    `cmd:"" help:"Run code in a sandbox as a notebook cell does, and print its results."`
+	Shell   shellCmd   `cmd:"" help:"Open a terminal in a sandbox; Ctrl-] leaves it."`
 	Cp      cpCmd      `cmd:"" help:"Copy files into or out of a sandbox."`
 	Rm      rmCmd      `cmd:"" aliases:"delete" help:"Delete sandboxes."`
 	Ps      psCmd      `cmd:"" help:"List a sandbox's processes."`
