@@ -110,6 +110,9 @@ func TestHostileAgent(t *testing.T) {
 		"run":        func(ctx context.Context, c *Client) error { _, err := c.Run(ctx, exec); return err },
 		"background": func(ctx context.Context, c *Client) error { _, err := c.StartBackground(ctx, exec); return err },
 		"processes":  func(ctx context.Context, c *Client) error { _, err := c.Processes(ctx); return err },
+		"cell":       func(ctx context.Context, c *Client) error { _, err := c.RunCell(ctx, hostileCell); return err },
+		"contexts":   func(ctx context.Context, c *Client) error { _, err := c.Contexts(ctx); return err },
+		"context":    func(ctx context.Context, c *Client) error { _, err := c.RestartContext(ctx, "x"); return err },
 		"list":       func(ctx context.Context, c *Client) error { _, err := c.List(ctx, at, "", 0); return err },
 		"stat":       func(ctx context.Context, c *Client) error { _, err := c.Stat(ctx, at); return err },
 		"content": func(ctx context.Context, c *Client) error {
@@ -147,7 +150,7 @@ func TestHostileAgent(t *testing.T) {
 	}
 	// What is a proper answer to some calls.
 	fine := map[string]bool{
-		"null/health": true, "null/stats": true, "null/processes": true, "null/list": true,
+		"null/health": true, "null/stats": true, "null/processes": true, "null/list": true, "null/contexts": true,
 		"wrong JSON/health": true, "numbers/list": true,
 	}
 	goroutines := runtime.NumGoroutine()
