@@ -42,6 +42,14 @@ func Build(ctx context.Context, defDir string, opts Options) (sandlot.Template, 
 }
 
 func build(ctx context.Context, defDir string, opts Options) (sandlot.Template, error) {
+	def, err := loadDefinition(defDir)
+	if err != nil {
+		return sandlot.Template{}, err
+	}
+	return buildDefinition(ctx, def, opts)
+}
+
+func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlot.Template, error) {
 	if opts.Log == nil {
 		opts.Log = io.Discard
 	}
@@ -49,11 +57,7 @@ func build(ctx context.Context, defDir string, opts Options) (sandlot.Template, 
 		opts.MaxImageBytes = defaultMaxImage
 	}
 	started := time.Now()
-	def, err := loadDefinition(defDir)
-	if err != nil {
-		return sandlot.Template{}, err
-	}
-	p, err := newPlan(def)
+	p, err := newPlan(def, opts.Store)
 	if err != nil {
 		return sandlot.Template{}, err
 	}
@@ -83,6 +87,18 @@ func build(ctx context.Context, defDir string, opts Options) (sandlot.Template, 
 	}
 
 	m := manifest{Template: def.template(), Key: p.key, ImageKey: p.imageKey}
+	for _, l := range p.layers {
+		if l.config == nil {
+			continue
+		}
+		meta, err := c.meta(l.key)
+		if err == nil {
+			err = l.config(meta, &m.Template, log)
+		}
+		if err != nil {
+			return sandlot.Template{}, fmt.Errorf("step %s: %w", l.title, err)
+		}
+	}
 	m.BuiltAt = time.Now().UTC().Truncate(time.Second)
 	title := fmt.Sprintf("[%d/%d] image", len(p.layers)+1, len(p.layers)+1)
 	err = opts.Store.add(ctx, &m, started, opts.Fresh, func(file string) error {
@@ -105,6 +121,8 @@ type layer struct {
 	def    *os.Root
 	inputs []input
 	apply  func(ctx context.Context, w *work) error
+	// config, when there is one, gives t what the layer's meta says and t does not.
+	config func(meta []byte, t *sandlot.Template, log *progress) error
 }
 
 // plan is all that a build does, with the keys: made from the definition and its input files alone.
@@ -113,6 +131,7 @@ type plan struct {
 	imageKey string // of the root file system
 	key      string // of the root file system and the manifest
 	roots    []*os.Root
+	store    *Store // of templates to build from; may be nil
 }
 
 func (p *plan) close() {
@@ -121,8 +140,8 @@ func (p *plan) close() {
 	}
 }
 
-func newPlan(def *definition) (*plan, error) {
-	p := &plan{}
+func newPlan(def *definition, store *Store) (*plan, error) {
+	p := &plan{store: store}
 	if err := p.addDefinition(def, nil); err != nil {
 		p.close()
 		return nil, err
@@ -162,17 +181,16 @@ func (p *plan) addDefinition(def *definition, below []string) error {
 	}
 	p.roots = append(p.roots, root)
 	if def.From.Template != "" {
-		parent, err := loadDefinition(filepath.Join(filepath.Dir(def.dir), def.From.Template))
-		if err != nil {
-			return fmt.Errorf("from: %w", err)
+		if err := p.addParent(def, append(below, def.name)); err != nil {
+			return fmt.Errorf("from %s: %w", def.From.Template, err)
 		}
-		if err := p.addDefinition(parent, append(below, def.name)); err != nil {
-			return err
-		}
-		inherit(def, parent)
 	} else {
-		if src := def.From.source(); src != nil {
-			if err := p.add(layer{title: src.title(), def: root, apply: src.fill}, src.kind(), src); err != nil {
+		for _, src := range def.From.sources() {
+			l := layer{title: src.title(), def: root, apply: src.fill}
+			if s, ok := src.(*ociSource); ok {
+				l.config = s.config
+			}
+			if err := p.add(l, src.kind(), src); err != nil {
 				return err
 			}
 		}
@@ -196,7 +214,7 @@ func (p *plan) addDefinition(def *definition, below []string) error {
 	return nil
 }
 
-// inherit gives def its parent's environment, kernels and start command where it has none of its own.
+// inherit gives def its parent's environment, kernels, size and start command where it has none of its own.
 func inherit(def, parent *definition) {
 	for k, v := range parent.Env {
 		if _, ok := def.Env[k]; !ok {
@@ -208,6 +226,9 @@ func inherit(def, parent *definition) {
 	}
 	if def.Kernels == nil {
 		def.Kernels = parent.Kernels
+	}
+	if def.Size == (sizeDef{}) {
+		def.Size = parent.Size
 	}
 	if def.Start == nil {
 		def.Start, def.Ready = parent.Start, parent.Ready

@@ -18,6 +18,7 @@ import (
 //	DIR/lock          held by the one build that runs
 //	DIR/layers/empty  the lowest layer of each stack
 //	DIR/layers/KEY    what one step changed, in overlayfs's form
+//	DIR/layers/KEY.meta  what the layer says of itself, for some; there before the layer is
 //	DIR/layers/.new   the layer that is being made; renamed when it is finished
 //	DIR/mount         where stacks are mounted, in the namespaces of child processes only
 //
@@ -30,6 +31,7 @@ type cache struct {
 const (
 	newLayer   = ".new"
 	emptyLayer = "empty"
+	metaSuffix = ".meta"
 
 	keepLayersFor = 30 * 24 * time.Hour // since their last use
 	minFreeBytes  = 1 << 30             // a build stops when the disk has less
@@ -80,6 +82,11 @@ func (c *cache) has(key string) bool {
 	return os.Chtimes(c.path(c.layerDir(key)), now, now) == nil
 }
 
+// meta returns what a layer says of itself.
+func (c *cache) meta(key string) ([]byte, error) {
+	return os.ReadFile(c.path(c.layerDir(key) + metaSuffix))
+}
+
 // make makes l on top of lowers, topmost first. The layer gets its name when it is complete and on disk.
 func (c *cache) make(ctx context.Context, l layer, lowers []string, log *progress, title string, verbose bool) (err error) {
 	if err := c.checkSpace(); err != nil {
@@ -114,6 +121,11 @@ func (c *cache) make(ctx context.Context, l layer, lowers []string, log *progres
 	if err := os.RemoveAll(final); err != nil { // made afresh
 		return err
 	}
+	if w.meta != nil {
+		if err := os.WriteFile(final+metaSuffix, w.meta, 0o600); err != nil {
+			return err
+		}
+	}
 	if err := os.Rename(w.upper, final); err != nil {
 		return err
 	}
@@ -138,11 +150,13 @@ func (c *cache) prune() {
 	}
 	for _, e := range entries {
 		info, err := e.Info()
-		if err != nil || e.Name() == emptyLayer || strings.HasPrefix(e.Name(), ".") {
+		if err != nil || e.Name() == emptyLayer || strings.HasPrefix(e.Name(), ".") || strings.HasSuffix(e.Name(), metaSuffix) {
 			continue
 		}
 		if time.Since(info.ModTime()) > keepLayersFor {
-			_ = os.RemoveAll(c.path(e.Name())) // tried again by the next build
+			if os.RemoveAll(c.path(e.Name())) == nil { // else tried again by the next build
+				_ = os.Remove(c.path(e.Name() + metaSuffix))
+			}
 		}
 	}
 }

@@ -73,6 +73,8 @@ func childMain() error {
 		return runInside(&j, binds)
 	case actionExtract:
 		return extract(os.Stdin)
+	case actionLayers:
+		return extractLayers(os.Stdin)
 	case actionPrepare:
 		return prepare()
 	case actionFinish:

@@ -47,15 +47,20 @@ func (s *debianSource) fill(ctx context.Context, w *work) error {
 	if err != nil {
 		return err
 	}
+	return debootstrap(ctx, w, s.Suite, s.Components, lines)
+}
+
+// debootstrap makes the root of a suite from the archives that lines name; none means the suite's own.
+func debootstrap(ctx context.Context, w *work, suite string, components, lines []string) error {
 	argv := []string{
 		"mmdebstrap", "--mode=root", "--format=directory", "--variant=minbase",
-		"--components=" + strings.Join(s.Components, ","),
+		"--components=" + strings.Join(components, ","),
 		"--dpkgopt=path-exclude=/usr/share/man/*",
 		"--dpkgopt=path-exclude=/usr/share/info/*",
 		"--dpkgopt=path-exclude=/usr/share/doc/*",
 		"--dpkgopt=path-include=/usr/share/doc/*/copyright",
 		"--dpkgopt=path-exclude=/usr/share/locale/*/*",
-		s.Suite, w.upper,
+		suite, w.upper,
 	}
 	env := append(os.Environ(), "SOURCE_DATE_EPOCH="+strconv.Itoa(imageTime), "TMPDIR="+w.temp)
 	j := job{Action: actionHost, Argv: append(argv, lines...), Env: env, network: true}

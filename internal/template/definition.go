@@ -47,10 +47,12 @@ type sizeDef struct {
 	DiskGB   int `toml:"disk_gb"`
 }
 
-// fromDef says where the root comes from: at most one of the two; neither means an empty root.
+// fromDef says where the root comes from: at most one of these; none means an empty root.
 type fromDef struct {
 	Debian   *debianSource `toml:"debian"`
-	Template string        `toml:"template"` // a sibling definition folder
+	Ubuntu   *ubuntuSource `toml:"ubuntu"`
+	OCI      *ociSource    `toml:"oci"`
+	Template string        `toml:"template"` // a sibling definition folder, or one of the store; or NAME@DIGEST of the store
 }
 
 // stepDef is one [[step]]: exactly one of its fields is set.
@@ -114,10 +116,7 @@ func parseDefinition(name string, data []byte) (*definition, error) {
 }
 
 func (def *definition) check() error {
-	if def.Size == (sizeDef{}) {
-		def.Size = sizeDef(sandlot.DefaultSize)
-	}
-	if s := def.Size; s.VCPU < 1 || s.VCPU > 256 || s.MemoryMB < 64 || s.MemoryMB > 1<<20 || s.DiskGB < 1 || s.DiskGB > 4096 {
+	if s := def.Size; s != (sizeDef{}) && (s.VCPU < 1 || s.VCPU > 256 || s.MemoryMB < 64 || s.MemoryMB > 1<<20 || s.DiskGB < 1 || s.DiskGB > 4096) {
 		return fmt.Errorf("size: vcpu is 1 to 256, memory_mb 64 to %d, disk_gb 1 to 4096", 1<<20)
 	}
 	for _, k := range def.Kernels {
@@ -154,26 +153,32 @@ func (def *definition) check() error {
 }
 
 func (f *fromDef) check() error {
-	src := f.source()
-	if src != nil && f.Template != "" {
-		return errors.New("debian or template, not both")
+	sources := f.sources()
+	if len(sources) > 1 || len(sources) == 1 && f.Template != "" {
+		return errors.New("debian, ubuntu, oci or template, not both")
 	}
 	if f.Template != "" {
-		_, err := sandlot.ParseName(f.Template)
+		_, _, _, err := refFile(f.Template)
 		return err
 	}
-	if src != nil {
-		return src.check()
+	if len(sources) == 1 {
+		return sources[0].check()
 	}
 	return nil
 }
 
-// source returns what fills the root, or nil: another template does, or nothing.
-func (f *fromDef) source() source {
+// sources returns what fills the root; none: another template does, or nothing.
+func (f *fromDef) sources() (found []source) {
 	if f.Debian != nil {
-		return f.Debian
+		found = append(found, f.Debian)
 	}
-	return nil
+	if f.Ubuntu != nil {
+		found = append(found, f.Ubuntu)
+	}
+	if f.OCI != nil {
+		found = append(found, f.OCI)
+	}
+	return found
 }
 
 // step returns the one step that s describes.
@@ -207,12 +212,16 @@ func (s *stepDef) step() (step, error) {
 func (def *definition) template() sandlot.Template {
 	env := map[string]string{"LANG": "C.UTF-8"}
 	maps.Copy(env, def.Env)
+	size := sandlot.Size(def.Size)
+	if def.Size == (sizeDef{}) {
+		size = sandlot.DefaultSize
+	}
 	return sandlot.Template{
 		Name:        def.name,
 		Description: def.Description,
 		Contents:    slices.Clone(def.Contents),
 		Kernels:     slices.Clone(def.Kernels),
-		Size:        sandlot.Size(def.Size),
+		Size:        size,
 		Env:         env,
 		Start:       slices.Clone(def.Start),
 		Ready:       slices.Clone(def.Ready),

@@ -114,7 +114,7 @@ func TestShippedDefinitionsLoad(t *testing.T) {
 			t.Error(err)
 			continue
 		}
-		p, err := newPlan(def)
+		p, err := newPlan(def, nil)
 		if err != nil {
 			t.Error(err)
 			continue

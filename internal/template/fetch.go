@@ -21,6 +21,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 )
 
@@ -134,10 +135,14 @@ type npmPackage struct {
 	Version   string `toml:"version"`   // exact
 	Integrity string `toml:"integrity"` // sha512-<base64>, as npm prints it
 	Dest      string `toml:"dest"`      // where the package's content goes
+
+	Only []string `toml:"only" json:",omitempty"` // files and folders of the package; default: all
+	Arch string   `toml:"arch" json:",omitempty"` // taken on this architecture alone, as amd64; default: on each
 }
 
 var (
 	npmName    = regexp.MustCompile(`^(@[a-z0-9~][a-z0-9._~-]*/)?[a-z0-9~][a-z0-9._~-]*$`)
+	archName   = regexp.MustCompile(`^[a-z0-9]{2,16}$`)
 	npmVersion = regexp.MustCompile(`^[0-9]+\.[0-9]+\.[0-9]+([+-][0-9A-Za-z.+-]+)?$`)
 )
 
@@ -157,6 +162,14 @@ func (s npmStep) check() error {
 		if _, err := destPath(p.Dest); err != nil {
 			return fmt.Errorf("npm: %s: %w", p.Name, err)
 		}
+		for _, o := range p.Only {
+			if name, err := imagePath(o); err != nil || name != o {
+				return fmt.Errorf("npm: %s: only: %q is not a path in the package", p.Name, o)
+			}
+		}
+		if p.Arch != "" && !archName.MatchString(p.Arch) {
+			return fmt.Errorf("npm: %s: %q is not an architecture", p.Name, p.Arch)
+		}
 	}
 	return nil
 }
@@ -164,6 +177,9 @@ func (s npmStep) check() error {
 func (s npmStep) apply(ctx context.Context, w *work) error {
 	return w.unpack(ctx, func(t *tree) error {
 		for i, p := range s {
+			if p.Arch != "" && p.Arch != runtime.GOARCH {
+				continue
+			}
 			dir := filepath.Join(w.temp, fmt.Sprintf("npm%d", i))
 			if err := os.Mkdir(dir, 0o755); err != nil {
 				return err
@@ -208,15 +224,23 @@ func (p *npmPackage) add(t *tree, archive string) error {
 	if err != nil {
 		return err
 	}
-	return addPackage(t, dest, tar.NewReader(gz))
+	return addPackage(t, dest, tar.NewReader(gz), p.Only...)
 }
 
 // addPackage copies a package's archive without its first folder, which has any name. npm packages hold
-// folders and regular files; nothing else is taken.
-func addPackage(t *tree, dest string, tr *tar.Reader) error {
+// folders and regular files; nothing else is taken. When only is given, each of it must be there, and nothing
+// else is copied.
+func addPackage(t *tree, dest string, tr *tar.Reader, only ...string) error {
+	missing := make(map[string]bool)
+	for _, o := range only {
+		missing[o] = true
+	}
 	for {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
+			for o := range missing {
+				return fmt.Errorf("the package has no %s", o)
+			}
 			return nil
 		}
 		if err != nil {
@@ -229,6 +253,13 @@ func addPackage(t *tree, dest string, tr *tar.Reader) error {
 		_, rel, ok := strings.Cut(name, "/")
 		if !ok {
 			continue
+		}
+		if len(only) > 0 {
+			of := slices.IndexFunc(only, func(o string) bool { return rel == o || strings.HasPrefix(rel, o+"/") })
+			if of < 0 {
+				continue
+			}
+			delete(missing, only[of])
 		}
 		to := path.Join(dest, rel)
 		switch h.Typeflag {

@@ -41,6 +41,7 @@ type job struct {
 const (
 	actionExec    = "exec"    // run a program with the stack as root directory
 	actionExtract = "extract" // unpack a tree from standard input into the stack
+	actionLayers  = "layers"  // unpack an image's layers from standard input into the stack
 	actionPrepare = "prepare" // accounts and folders that each template has
 	actionFinish  = "finish"  // remove what belongs to one build or one host
 	actionImage   = "image"   // run a program of the host with the stack mounted read-only

@@ -43,6 +43,8 @@ type work struct {
 	upper  string   // absolute path of the layer's folder
 	stack  job      // Dir, Lowers, Upper, Work and Mount of the layer
 	out    io.Writer
+
+	meta []byte // what apply leaves for the manifest, kept beside the layer
 }
 
 // buildEnv is the environment of programs that run inside an image. The fixed date is what
@@ -73,6 +75,11 @@ func (w *work) exec(ctx context.Context, j job) error {
 
 // unpack sends what fill writes into the stack.
 func (w *work) unpack(ctx context.Context, fill func(*tree) error) error {
+	return w.send(ctx, actionExtract, fill)
+}
+
+// send has a child do action with what fill writes.
+func (w *work) send(ctx context.Context, action string, fill func(*tree) error) error {
 	r, pw := io.Pipe()
 	filled := make(chan error, 1)
 	go func() {
@@ -85,7 +92,7 @@ func (w *work) unpack(ctx context.Context, fill func(*tree) error) error {
 		filled <- err
 	}()
 	j := w.stack
-	j.Action = actionExtract
+	j.Action = action
 	err := runJob(ctx, j, r, w.out)
 	r.Close() // a writer that still waits gets ErrClosedPipe
 	if ferr := <-filled; ferr != nil && !errors.Is(ferr, io.ErrClosedPipe) {

@@ -71,7 +71,7 @@ func (t *tree) header(h *tar.Header, p string) error {
 	t.entries++
 	t.bytes += h.Size
 	if t.entries > maxTreeEntries || h.Size < 0 || t.bytes > maxTreeBytes {
-		return fmt.Errorf("a step brings in at most %d entries and %d bytes", maxTreeEntries, int64(maxTreeBytes))
+		return sandlot.Errorf(sandlot.CodeTooLarge, "a step brings in at most %d entries and %d bytes", maxTreeEntries, int64(maxTreeBytes))
 	}
 	h.Name = name
 	h.Format = tar.FormatPAX
@@ -84,7 +84,13 @@ func (t *tree) dir(p string, mode int64, o owner) error {
 
 // file adds size bytes of r, which must hold exactly that many.
 func (t *tree) file(p string, mode int64, o owner, size int64, r io.Reader) error {
-	h := &tar.Header{Typeflag: tar.TypeReg, Mode: mode & 0o7777, Uid: int(o), Gid: int(o), Size: size}
+	h := &tar.Header{Mode: mode & 0o7777, Uid: int(o), Gid: int(o)}
+	return t.owned(p, h, size, r)
+}
+
+// owned is file with an owner and mode of any kind, which h has.
+func (t *tree) owned(p string, h *tar.Header, size int64, r io.Reader) error {
+	h.Typeflag, h.Size = tar.TypeReg, size
 	if err := t.header(h, p); err != nil {
 		return err
 	}
@@ -98,11 +104,13 @@ func (t *tree) file(p string, mode int64, o owner, size int64, r io.Reader) erro
 }
 
 // link adds a symbolic link. Its target may be anything: it is resolved inside the image only.
-func (t *tree) link(p, target string, o owner) error {
+func (t *tree) link(p, target string, o owner) error { return t.linkOf(p, target, int(o), int(o)) }
+
+func (t *tree) linkOf(p, target string, uid, gid int) error {
 	if target == "" || len(target) > sandlot.MaxPathBytes || strings.ContainsRune(target, 0) {
 		return fmt.Errorf("%s: a link's target has 1 to %d bytes and no NUL", p, sandlot.MaxPathBytes)
 	}
-	return t.header(&tar.Header{Typeflag: tar.TypeSymlink, Linkname: target, Mode: 0o777, Uid: int(o), Gid: int(o)}, p)
+	return t.header(&tar.Header{Typeflag: tar.TypeSymlink, Linkname: target, Mode: 0o777, Uid: uid, Gid: gid}, p)
 }
 
 func (t *tree) close() error { return t.tw.Close() }
