@@ -1,6 +1,7 @@
-// Command runsc is gVisor's own command line at the version that Sandlot pins, with four changes: the
+// Command runsc is gVisor's own command line at the version that Sandlot pins, with five changes: the
 // sentry's seccomp filters are compiled ahead (filters.go), an idle sandbox keeps still (idle.go), a sandbox joins
-// a cgroup that exists (limits.go), and its processes do not wait for what only the last of them uses (start.go).
+// a cgroup that exists (limits.go), its processes do not wait for what only the last of them uses (start.go), and
+// it ends programs by itself when memory is scarce (oom.go).
 //
 // It is a nested module so that gVisor's dependencies never meet the server's. Build it without cgo (the
 // filters of a cgo build are wider and have another key):
@@ -25,12 +26,19 @@ func main() {
 		keepStill()
 		own, _ := os.ReadFile("/proc/self/cgroup")
 		memory, cpus := cgroupLimits("/sys/fs/cgroup", own, int64(runtime.NumCPU()))
-		os.Args = limitArgs(os.Args, memory, cpus)
+		os.Args = limitArgs(os.Args, max(0, memory-memoryReserve), cpus)
+		if openMemory("/sys/fs/cgroup", own) {
+			keepMemory()
+		}
 		if registerMembarrier != nil && lastBoot(os.Args) {
 			registerMembarrier()
 		}
 	case "run":
-		if err := joinCgroups(); err != nil {
+		err := joinCgroups()
+		if err == nil {
+			err = openKills()
+		}
+		if err != nil {
 			fmt.Fprintln(os.Stderr, "runsc:", err)
 			os.Exit(128)
 		}

@@ -32,6 +32,94 @@ var changes = []change{
 	// Registering for membarrier(2) waits for an RCU grace period, 11 ms here, and gVisor does it in each of the
 	// six processes of a start. Only the last, the sentry, can use it: start.go calls it there.
 	{"pkg/sentry/hostmm/membarrier.go", "func init() {", "var registerMembarrier = func() {"},
+
+	// Whoever gives a guest memory asks oom.go first, before any lock where that can be.
+	{
+		"pkg/sentry/pgalloc/context.go", "// MemoryFileMapFromContext returns", `var (
+	hold     func(ctx context.Context, length uint64) error
+	holdFile func(length uint64) error
+)
+
+// Hold waits until there is memory for length bytes, or says why there will be none.
+func Hold(ctx context.Context, length uint64) error {
+	if hold == nil {
+		return nil
+	}
+	return hold(ctx, length)
+}
+
+// HoldFile is Hold for what stays when its program ends. It does not wait.
+func HoldFile(length uint64) error {
+	if holdFile == nil {
+		return nil
+	}
+	return holdFile(length)
+}
+
+// MemoryFileMapFromContext returns`,
+	},
+	{"pkg/sentry/mm/pma.go", "// addRSSLocked updates", `var residentSize = func(mm *MemoryManager) uint64 { return atomic.LoadUint64(&mm.curRSS) }
+
+// addRSSLocked updates`},
+	{"pkg/sentry/mm/pma.go", "fr, err := mm.mf.Allocate(uint64(allocAR.Length()), allocOpts)", `if err := pgalloc.Hold(ctx, uint64(allocAR.Length())); err != nil {
+						return pstart, pgap, err
+					}
+					fr, err := mm.mf.Allocate(uint64(allocAR.Length()), allocOpts)`},
+	{"pkg/sentry/mm/pma.go", "// Get internal mappings from the pma to copy from.", `if err := pgalloc.Hold(ctx, uint64(copyAR.Length())); err != nil {
+						return pstart, pseg.PrevGap(), err
+					}
+					// Get internal mappings from the pma to copy from.`},
+	{"pkg/sentry/kernel/shm/shm.go", "fr, err := mf.Allocate(effectiveSize,", `if err := pgalloc.Hold(ctx, effectiveSize); err != nil {
+		return nil, err
+	}
+	fr, err := mf.Allocate(effectiveSize,`},
+	{"pkg/sentry/fsimpl/tmpfs/regular_file.go", "mayHuge := rf.huge && rf.inode.fs.mf.HugepagesEnabled()\n\n	rf.dataMu.Lock()", `mayHuge := rf.huge && rf.inode.fs.mf.HugepagesEnabled()
+	rf.dataMu.RLock()
+	missing := required.Length() - rf.data.SpanRange(required)
+	rf.dataMu.RUnlock()
+	if missing > 0 {
+		if err := rf.hold(ctx, max(missing, 64<<10)); err != nil { // maxOptionalBytes
+			return nil, &memmap.BusError{err}
+		}
+	}
+
+	rf.dataMu.Lock()`},
+	{"pkg/sentry/fsimpl/tmpfs/regular_file.go", "f := fd.inode().impl.(*regularFile)\n	f.inode.mu.Lock()\n	defer f.inode.mu.Unlock()\n	// If the file is opened with O_APPEND", `f := fd.inode().impl.(*regularFile)
+	if err := f.hold(ctx, uint64(srclen)); err != nil {
+		return 0, offset, err
+	}
+	f.inode.mu.Lock()
+	defer f.inode.mu.Unlock()
+	// If the file is opened with O_APPEND`},
+	{"pkg/sentry/fsimpl/tmpfs/regular_file.go", "// To be consistent with Linux, inode.mu must be locked throughout.", `if err := f.hold(ctx, length); err != nil {
+		return err
+	}
+	// To be consistent with Linux, inode.mu must be locked throughout.`},
+	{"pkg/sentry/fsimpl/tmpfs/regular_file.go", "func getRegularFileReadWriter(", `// hold asks for memory for a file that lies there.
+func (rf *regularFile) hold(ctx context.Context, length uint64) error {
+	switch {
+	case rf.inode.fs.mf.IsDiskBacked():
+		return nil
+	case rf.memoryUsageKind == usage.Anonymous: // a shared mapping
+		return pgalloc.Hold(ctx, length)
+	}
+	return pgalloc.HoldFile(length)
+}
+
+func getRegularFileReadWriter(`},
+
+	// runsc closes what it inherited, and boot, not the gofer, is to have the file of kills (memory.go).
+	{"runsc/sandbox/sandbox.go", "nextFD := donations.Transfer(cmd, 3)", `nextFD := donations.Transfer(cmd, 3)
+	_, _ = unix.FcntlInt(200, unix.F_SETFD, 0)`},
+
+	// A process costs the host half a megabyte before it has any memory of its own.
+	{"pkg/sentry/kernel/kernel.go", "// SetMemoryFile sets", `func (t *Task) hold(length uint64) error { return pgalloc.Hold(t, length) }
+
+// SetMemoryFile sets`},
+	{"pkg/sentry/kernel/task_clone.go", "func (t *Task) Clone(args *linux.CloneArgs) (ThreadID, *SyscallControl, error) {", `func (t *Task) Clone(args *linux.CloneArgs) (ThreadID, *SyscallControl, error) {
+	if err := t.hold(512 << 10); err != nil {
+		return 0, nil, err
+	}`},
 }
 
 func main() {

@@ -170,7 +170,7 @@ func (e *Engine) prepare(ctx context.Context, spec engine.Spec, m *machine, part
 	return g.Wait()
 }
 
-// cgroupsVar tells our runsc which cgroups to join; it is engines/runsc's name.
+// cgroupsVar tells our runsc which cgroups to join; it is engines/runsc's name, as killsVar is.
 const cgroupsVar = "SANDLOT_CGROUPS"
 
 // makeCgroup makes the machine's cgroup with its limits.
@@ -187,7 +187,7 @@ func (e *Engine) makeCgroup(spec engine.Spec) error {
 
 // limits are a size's, as the host enforces them.
 func limits(size sandlot.Size) hostos.Limits {
-	return hostos.Limits{MemoryBytes: int64(size.MemoryMB) << 20, CPUMilli: int64(size.VCPU) * 1000, PIDs: outerPIDs}
+	return hostos.Limits{MemoryBytes: int64(size.MemoryMB)<<20 + memoryReserve, CPUMilli: int64(size.VCPU) * 1000, PIDs: outerPIDs}
 }
 
 // start runs runsc, which returns when the sandbox runs on its own.
@@ -199,10 +199,14 @@ func (e *Engine) start(ctx context.Context, spec engine.Spec, m *machine) error 
 		return err
 	}
 	defer console.Close()
+	kills := e.killsFile(spec.ID)
+	if err := os.WriteFile(kills, nil, 0o600); err != nil {
+		return err
+	}
 	pidFile := filepath.Join(dir, "pid")
 	args := append(e.runscArgs(spec), "run", "--detach", "--bundle="+filepath.Join(dir, "bundle"), "--pid-file="+pidFile, string(spec.ID))
 	cmd := exec.CommandContext(ctx, e.cfg.Runsc, args...)
-	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", cgroupsVar + "=" + strings.Join(e.cgroup(spec.ID).ProcFiles(), ":")}
+	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", cgroupsVar + "=" + strings.Join(e.cgroup(spec.ID).ProcFiles(), ":"), killsVar + "=" + kills}
 	cmd.Stdout, cmd.Stderr = console, console
 	cmd.Dir = "/"
 	// If this process is killed the helper goes too; what it had started by then is in the cgroup.

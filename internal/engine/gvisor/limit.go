@@ -11,9 +11,28 @@ import (
 	"sandlot/internal/wire"
 )
 
+// memoryReserve is how far the host's limit is above the memory of a size, in bytes. gVisor's kernel keeps its guest
+// within the size by itself (engines/runsc/oom.go, which has the same number): what goes beyond is on its way out.
+const memoryReserve = 64 << 20
+
+// killsVar tells our runsc the file in which it counts the programs that it ends for want of memory.
+const killsVar = "SANDLOT_KILLS"
+
+// killsFile has one byte for each program that was ended. It lies on the sandbox's disk, beside the guest's directories.
+func (e *Engine) killsFile(id sandlot.ID) string { return filepath.Join(e.run(id), "disk", "kills") }
+
+// kills counts the programs that gVisor's kernel ended for want of memory.
+func (e *Engine) kills(id sandlot.ID) int64 {
+	fi, err := os.Lstat(e.killsFile(id))
+	if err != nil {
+		return 0
+	}
+	return fi.Size()
+}
+
 // programsFirst makes the host's kernel end a sandbox's programs, and neither gVisor's kernel nor the agent,
-// when the sandbox reaches its memory's limit: the sandbox goes on then. When the whole host runs out of memory
-// they are the first to go, too.
+// when the sandbox reaches the host's limit all the same: the sandbox goes on then, mostly. When the whole host runs
+// out of memory they are the first to go, too.
 //
 // gVisor runs each program in a process of the host, forked from one that it made when it started. That one gets
 // the score, which those that come inherit; the agent, all that has run so far, has its process already. Raising

@@ -147,7 +147,7 @@ func (m *machine) Usage(context.Context) (engine.Usage, error) {
 	}
 	m.trim(used)
 	return engine.Usage{
-		At: time.Now(), CPU: u.CPU, MemoryBytes: u.MemoryBytes, OOMKills: u.OOMKills,
+		At: time.Now(), CPU: u.CPU, MemoryBytes: u.MemoryBytes, OOMKills: u.OOMKills + m.e.kills(m.rec.ID),
 		DiskUsed: used, DiskTotal: total,
 	}, nil
 }
