@@ -12,9 +12,10 @@ import (
 
 // The sentry keeps files open that it could not open in its root: those of its cgroup, which boot opens while it
 // still sees the host's, and the count of kills, which run opens. They keep these numbers through each exec of a
-// start, above those that runsc hands to its processes.
+// start, above those that runsc hands to its processes, and below 64: a larger table of descriptors waits for an RCU
+// grace period of the host's kernel, 11 ms here, when threads share it.
 const (
-	killsFD = 200 + iota // one byte is written to it for each program that was ended
+	killsFD = 60 + iota // one byte is written to it for each program that was ended
 	usageFD
 	limitFD
 	statFD

@@ -110,7 +110,7 @@ func getRegularFileReadWriter(`},
 
 	// runsc closes what it inherited, and boot, not the gofer, is to have the file of kills (memory.go).
 	{"runsc/sandbox/sandbox.go", "nextFD := donations.Transfer(cmd, 3)", `nextFD := donations.Transfer(cmd, 3)
-	_, _ = unix.FcntlInt(200, unix.F_SETFD, 0)`},
+	_, _ = unix.FcntlInt(60, unix.F_SETFD, 0)`},
 
 	// A process costs the host half a megabyte before it has any memory of its own.
 	{"pkg/sentry/kernel/kernel.go", "// SetMemoryFile sets", `func (t *Task) hold(length uint64) error { return pgalloc.Hold(t, length) }
