@@ -136,7 +136,7 @@ func TestTerminal(t *testing.T) {
 	s := openTerminal(t, b, map[string]any{"cols": 101, "rows": 33, "env": map[string]string{"PS1": "$ "}})
 	v := watch(t, b, s)
 	v.send("PS1='ready> '\r")
-	v.until(`\nready> `)
+	v.until(`hready> `) // after what turns bracketed paste on
 	for _, c := range []struct{ types, shows string }{
 		{"tty; stty size; id -un; pwd; echo $TERM $FROM_CREATE\r", `/dev/pts/\d+\r\n33 101\r\nuser\r\n/workspace\r\nxterm-256color yes\r\n`},
 		{"printf 'żółć \\U1F600\\n'\r", `żółć 😀\r\n`},
@@ -339,8 +339,10 @@ func TestTerminalLimits(t *testing.T) {
 func TestShellCommand(t *testing.T) {
 	t.Parallel()
 	b := live.New(t, nil)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute) // its end ends what is waited for
+	t.Cleanup(cancel)
 	start := func(args ...string) (*exec.Cmd, func(string) string, func(string)) {
-		cmd := exec.CommandContext(t.Context(), testenv.Bin(t, "sandlot"), append([]string{"sandbox", "shell"}, args...)...)
+		cmd := exec.CommandContext(ctx, testenv.Bin(t, "sandlot"), append([]string{"sandbox", "shell"}, args...)...)
 		cmd.Env = append(cmd.Environ(), "SANDLOT_URL="+b.URL, "SANDLOT_TOKEN="+b.Token, "SANDLOT_PROJECT=default", "TERM=xterm")
 		f, err := pty.StartWithSize(cmd, &pty.Winsize{Rows: 30, Cols: 99})
 		if err != nil {
@@ -375,7 +377,8 @@ func TestShellCommand(t *testing.T) {
 	}
 	cmd, until, send := start(b.ID)
 	send("PS1='ready> '; stty size; echo $TERM\r")
-	until(`30 99\r\nxterm\r\nready> `)
+	until(`30 99\r\nxterm\r\n`)
+	until(`ready> `)
 	send("size 22 66")
 	live.Eventually(t, 20*time.Second, "the new size", func() bool {
 		send("stty size\r")
