@@ -175,28 +175,37 @@ func (s npmStep) check() error {
 }
 
 func (s npmStep) apply(ctx context.Context, w *work) error {
+	argv := []string{"npm", "pack", "--silent", "--ignore-scripts"}
+	var packages []npmPackage
+	for _, p := range s {
+		if p.Arch == "" || p.Arch == runtime.GOARCH {
+			packages = append(packages, p)
+			argv = append(argv, p.Name+"@"+p.Version)
+		}
+	}
+	if len(packages) == 0 {
+		return fmt.Errorf("npm: none of the packages is for %s", runtime.GOARCH)
+	}
+	dir := filepath.Join(w.temp, "npm")
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		return err
+	}
+	if _, err := runHost(ctx, dir, argv...); err != nil {
+		return err
+	}
 	return w.unpack(ctx, func(t *tree) error {
-		for i, p := range s {
-			if p.Arch != "" && p.Arch != runtime.GOARCH {
-				continue
-			}
-			dir := filepath.Join(w.temp, fmt.Sprintf("npm%d", i))
-			if err := os.Mkdir(dir, 0o755); err != nil {
-				return err
-			}
-			if _, err := runHost(ctx, dir, "npm", "pack", "--silent", "--ignore-scripts", p.Name+"@"+p.Version); err != nil {
-				return err
-			}
-			found, err := filepath.Glob(filepath.Join(dir, "*.tgz"))
-			if err != nil || len(found) != 1 {
-				return fmt.Errorf("npm pack %s: %d archives", p.Name, len(found))
-			}
-			if err := p.add(t, found[0]); err != nil {
+		for _, p := range packages {
+			if err := p.add(t, filepath.Join(dir, p.archive())); err != nil {
 				return fmt.Errorf("npm %s: %w", p.Name, err)
 			}
 		}
 		return nil
 	})
+}
+
+// archive is the name that npm pack gives the package's archive.
+func (p *npmPackage) archive() string {
+	return strings.ReplaceAll(strings.TrimPrefix(p.Name, "@"), "/", "-") + "-" + p.Version + ".tgz"
 }
 
 // add checks the archive's integrity, then puts its files below p.Dest.

@@ -42,17 +42,21 @@ func prepare() error {
 	if err := makeStandardDirs(); err != nil {
 		return err
 	}
+	shell, err := ensureBash()
+	if err != nil {
+		return err
+	}
 	for _, account := range []struct {
 		file, root, user string
 		mode             fs.FileMode
 		create           bool
 	}{
-		{"/etc/passwd", "root:x:0:0:root:/root:/bin/bash", fmt.Sprintf("%s:x:%d:%d::%s:/bin/bash", userName, userID, userID, userHome), 0o644, true},
+		{"/etc/passwd", "root:x:0:0:root:/root:" + shell, fmt.Sprintf("%s:x:%d:%d::%s:%s", userName, userID, userID, userHome, shell), 0o644, true},
 		{"/etc/group", "root:x:0:", fmt.Sprintf("%s:x:%d:", userName, userID), 0o644, true},
 		{"/etc/shadow", "root:*:19000:0:99999:7:::", userName + ":*:19000:0:99999:7:::", 0o640, true},
 		{"/etc/gshadow", "root:*::", userName + ":!::", 0o640, false},
 	} {
-		old, err := os.ReadFile(account.file)
+		old, err := readAccounts(account.file)
 		if errors.Is(err, fs.ErrNotExist) {
 			if !account.create {
 				continue
@@ -61,7 +65,11 @@ func prepare() error {
 		} else if err != nil {
 			return err
 		}
-		if err := os.WriteFile(account.file, []byte(addAccount(string(old), account.user)), account.mode); err != nil {
+		write := os.WriteFile // keeps the file's owner and mode
+		if info, err := os.Lstat(account.file); err != nil || !info.Mode().IsRegular() {
+			write = writeNewBytes
+		}
+		if err := write(account.file, []byte(addAccount(string(old), account.user)), account.mode); err != nil {
 			return err
 		}
 	}
@@ -69,6 +77,42 @@ func prepare() error {
 		return err
 	}
 	return writeNew("/etc/sudoers.d/sandlot", userName+" ALL=(ALL:ALL) NOPASSWD: ALL\n", 0o440)
+}
+
+const maxAccountBytes = 4 << 20
+
+// readAccounts reads an account file, which is a stranger's when the image is.
+func readAccounts(name string) ([]byte, error) {
+	info, err := os.Stat(name)
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() || info.Size() > maxAccountBytes {
+		return nil, fmt.Errorf("the image's %s is not a file of at most %d bytes", name, maxAccountBytes)
+	}
+	return os.ReadFile(name)
+}
+
+// bashOfSh stands in for bash in an image that has none: commands, cells and terminals name bash.
+const bashOfSh = "#!/bin/sh\nexec /bin/sh \"$@\"\n"
+
+// ensureBash returns the shell of accounts and makes the image's sh answer to the name bash where there is no
+// other. An image without any shell stays so: in it, only argument lists can be run.
+func ensureBash() (string, error) {
+	for _, p := range []string{"/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"} {
+		if isProgram(p) {
+			return p, nil
+		}
+	}
+	if !isProgram("/bin/sh") {
+		return "/bin/bash", nil
+	}
+	return "/bin/sh", writeNew("/bin/bash", bashOfSh, 0o755)
+}
+
+func isProgram(p string) bool {
+	info, err := os.Stat(p)
+	return err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0
 }
 
 // addAccount appends line to an account file, in place of any account with its name or number: an image may
@@ -215,10 +259,14 @@ func removeLogs() error {
 
 // writeNew makes p a regular file of its own with this content, whatever was there.
 func writeNew(p, content string, mode fs.FileMode) error {
+	return writeNewBytes(p, []byte(content), mode)
+}
+
+func writeNewBytes(p string, content []byte, mode fs.FileMode) error {
 	if err := removeOld(p); err != nil {
 		return err
 	}
-	if err := os.WriteFile(p, []byte(content), mode); err != nil {
+	if err := os.WriteFile(p, content, mode); err != nil {
 		return err
 	}
 	return os.Chmod(p, mode)
