@@ -45,6 +45,7 @@ var figures = []figure{
 	{"cell_first cell_warm cell_warm_bridge cell_warm_vs_bridge", cellWarm},
 	{"matplotlib_first matplotlib_second matplotlib_first_vs_native matplotlib_second_vs_native", cellChart},
 	{"contexts_20 contexts_20_start kernel_pss_mb", contextsTwenty},
+	{"terminal_echo", terminalEcho},
 	{"list_1000", listThousand},
 }
 
