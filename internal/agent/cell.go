@@ -21,7 +21,8 @@ const (
 type cellOutput struct {
 	stdout, stderr func([]byte) error // nil: thrown away
 	results        func(parts []byte) bool
-	bytes          int // of results
+	bytes          int  // of results
+	live           bool // it is read while the cell runs
 }
 
 // result passes one on, and says whether there was room for it.
@@ -152,6 +153,7 @@ func (a *Agent) streamCell(w http.ResponseWriter, r *http.Request, id *identity,
 	fw := newFrameWriter(w, cancel)
 	defer fw.close()
 	end, err := a.cell(ctx, id, cell, &cellOutput{
+		live:    true,
 		stdout:  func(b []byte) error { return fw.frame(wire.FrameStdout, b) },
 		stderr:  func(b []byte) error { return fw.frame(wire.FrameStderr, b) },
 		results: func(b []byte) bool { return fw.raw(appendResult(nil, b)) == nil },

@@ -359,9 +359,10 @@ func earlier(a, b time.Time) time.Time {
 }
 
 func (x *execution) result(m *message) {
-	// What was printed before it comes before it.
-	x.k.stdout.sync()
-	x.k.stderr.sync()
+	if x.out.live { // what was printed before it comes before it
+		x.k.stdout.sync()
+		x.k.stderr.sync()
+	}
 	if x.results++; x.results > wire.MaxResults || !x.out.result(m) {
 		x.dropped++
 	}

@@ -61,7 +61,7 @@ func (a *Agent) serveIdentity(w http.ResponseWriter, r *http.Request) error {
 	id := &identity{id: in.ID, env: env}
 	a.identity.Store(id)
 	w.WriteHeader(http.StatusNoContent)
-	go a.kernels.identify(id) // the claim does not wait for it, the first cell does
+	a.kernels.identifyLater(id)
 	return nil
 }
 

@@ -323,6 +323,16 @@ func (ks *kernels) prestart() {
 	ks.mu.Unlock()
 }
 
+// quietTime is how long a kernel that was started ahead is left alone after the claim: what comes first is
+// somebody's command, and the processor is its.
+const quietTime = 50 * time.Millisecond
+
+func (ks *kernels) identifyLater(id *identity) {
+	if ks.ahead() != 0 {
+		time.AfterFunc(quietTime, func() { ks.identify(id) })
+	}
+}
+
 // identify tells a kernel that was started ahead whose it is now. A cell that comes first does it itself.
 func (ks *kernels) identify(id *identity) {
 	c, err := ks.get(wire.DefaultContext)

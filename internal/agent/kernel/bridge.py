@@ -125,8 +125,10 @@ class Channel:
         self.sock.set_inheritable(False)
         self.lock = threading.Lock()
         self.reader = self.sock.makefile("rb")
+        self.kept = b""
 
-    def send(self, message):
+    def send(self, message, keep=False):
+        """Sends a message. One to keep goes with the next: each write wakes the agent, which is dear."""
         if os.getpid() != PID:
             return  # a child that a cell forked has no say
         b = json.dumps(message, allow_nan=False).encode("ascii") + b"\n"
@@ -134,7 +136,11 @@ class Channel:
             raise ValueError(f"a result of {len(b) >> 20} MiB is too large to show: write it to a file instead")
         with interrupts.held():
             with self.lock:
-                self.sock.sendall(b)
+                b, self.kept = self.kept + b, b""
+                if keep and len(b) < 65536:
+                    self.kept = b
+                else:
+                    self.sock.sendall(b)
 
 
 class Interrupts:
@@ -315,7 +321,7 @@ def publish(data, main=False):
             v = v.rstrip("\n") if mime.startswith("image/") and mime != "image/svg+xml" else v
         clean[mime] = v
     flush()  # what was printed before it comes before it
-    channel.send({"type": "result", "id": current["id"], "main": main, "data": clean})
+    channel.send({"type": "result", "id": current["id"], "main": main, "data": clean}, keep=main)
 
 
 class Handle:
