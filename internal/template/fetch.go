@@ -190,7 +190,11 @@ func (s npmStep) apply(ctx context.Context, w *work) error {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
-	if _, err := runHost(ctx, dir, argv...); err != nil {
+	if _, err := exec.LookPath("npm"); err == nil {
+		if _, err := runHost(ctx, dir, argv...); err != nil {
+			return err
+		}
+	} else if err := downloadPackages(ctx, dir, packages); err != nil {
 		return err
 	}
 	return w.unpack(ctx, func(t *tree) error {
