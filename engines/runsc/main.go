@@ -1,7 +1,7 @@
-// Command runsc is gVisor's own command line at the version that Sandlot pins, with five changes: the
+// Command runsc is gVisor's own command line at the version that Sandlot pins, with six changes: the
 // sentry's seccomp filters are compiled ahead (filters.go), an idle sandbox keeps still (idle.go), a sandbox joins
-// a cgroup that exists (limits.go), its processes do not wait for what only the last of them uses (start.go), and
-// it ends programs by itself when memory is scarce (oom.go).
+// a cgroup that exists (limits.go), its processes do not wait for what only the last of them uses (start.go),
+// it ends programs by itself when memory is scarce (oom.go), and "tar rootfs-upper" keeps what a build needs (patch).
 //
 // It is a nested module so that gVisor's dependencies never meet the server's. Build it without cgo (the
 // filters of a cgo build are wider and have another key):
