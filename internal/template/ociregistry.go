@@ -29,6 +29,7 @@ type registryStore struct {
 	ref    name.Reference
 	puller *remote.Puller
 	client *registryTransport
+	stall  time.Duration // between two pieces of a blob
 }
 
 func openRegistry(reference string, stranger bool) (imageStore, error) {
@@ -47,7 +48,7 @@ func openRegistry(reference string, stranger bool) (imageStore, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &registryStore{ref: ref, puller: puller, client: client}, nil
+	return &registryStore{ref: ref, puller: puller, client: client, stall: answerTime}, nil
 }
 
 type anonymous struct{}
@@ -158,15 +159,52 @@ func (s *registryStore) manifest(ctx context.Context, digest string) ([]byte, er
 }
 
 func (s *registryStore) blob(ctx context.Context, d v1.Descriptor) (io.ReadCloser, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
 	l, err := s.puller.Layer(ctx, s.ref.Context().Digest(d.Digest.String()))
 	if err != nil {
+		cancel(nil)
 		return nil, s.explain(err)
 	}
 	r, err := l.Compressed()
 	if err != nil {
+		cancel(nil)
 		return nil, s.explain(err)
 	}
-	return r, nil
+	b := &blobReader{ReadCloser: r, store: s, cancel: cancel, cause: func() error { return context.Cause(ctx) }}
+	b.timer = time.AfterFunc(s.stall, func() {
+		cancel(sandlot.Errorf(sandlot.CodeUnavailable, "the registry of %s stopped sending", s.ref))
+	})
+	return b, nil
+}
+
+// blobReader gives up when a registry sends nothing for some time: the builder's lock is held meanwhile.
+type blobReader struct {
+	io.ReadCloser
+	store  *registryStore
+	timer  *time.Timer
+	cancel context.CancelCauseFunc
+	cause  func() error
+}
+
+func (b *blobReader) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	b.timer.Reset(b.store.stall)
+	if err != nil && !errors.Is(err, io.EOF) {
+		if cause := b.cause(); cause != nil {
+			return n, cause
+		}
+		if strings.Contains(err.Error(), "error verifying") { // the library's, which has no type
+			return n, badImage("the registry sent another blob: %.300v", err)
+		}
+		return n, b.store.explain(err)
+	}
+	return n, err
+}
+
+func (b *blobReader) Close() error {
+	b.timer.Stop()
+	defer b.cancel(nil)
+	return b.ReadCloser.Close()
 }
 
 // explain turns a registry's error into one for the caller.
