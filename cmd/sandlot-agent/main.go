@@ -2,7 +2,8 @@
 //
 //	CGO_ENABLED=0 go build -trimpath -tags nethttpomithttp2 -ldflags "-s -w" ./cmd/sandlot-agent
 //
-// It reads wire.BootPath, or the file that its only argument names.
+// It reads wire.BootPath, or the file that its only argument names. In a template's build the host also starts it
+// as `sandlot-agent forward ADDR SOCKET PROGRAM…` (agent.Forward).
 package main
 
 import (
@@ -23,6 +24,14 @@ func main() {
 	runtime.GOMAXPROCS(2)
 	debug.SetGCPercent(50)
 	debug.SetMemoryLimit(192 << 20)
+	if len(os.Args) > 4 && os.Args[1] == wire.ForwardMode {
+		code, err := agent.Forward(os.Args[2], os.Args[3], os.Args[4:])
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "sandlot-agent:", err)
+			code = max(code, 1)
+		}
+		os.Exit(code)
+	}
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, "sandlot-agent:", err)
 		os.Exit(1)

@@ -29,6 +29,9 @@ const (
 	AgentPath  = GuestDir + "/agent"
 	BootPath   = GuestDir + "/boot.json"
 	SocketPath = GuestDir + "/agent.sock"
+
+	// ForwardMode as the agent's first argument starts agent.Forward instead.
+	ForwardMode = "forward"
 )
 
 // Boot is BootPath's content: what the agent needs before it can be asked anything.
