@@ -215,7 +215,8 @@ async function makeEvaluator() {
   const r = repl.start({ prompt: "", input: new PassThrough(), output, terminal: false, useGlobal: true, breakEvalOnSigint: true, ignoreUndefined: true });
   r.removeAllListeners("SIGINT");
   r.underscoreAssigned = true; // it is ours to set
-  // What code throws at once reaches the REPL's domain and not its callback; so does what a timer throws later.
+  // What code throws, at once or where it awaits, reaches the REPL's domain and not its callback; so does what a
+  // timer throws later.
   let thrown = null;
   r._domain.removeAllListeners("error");
   r._domain.on("error", (e) => (thrown ? thrown(e) : process.stderr.write("Uncaught " + (e instanceof Error ? clean(e.stack ?? String(e)) : inspect(e)) + "\n")));
@@ -232,8 +233,7 @@ async function makeEvaluator() {
         else resolve({ value });
       });
       process.on("SIGINT", onSigint);
-      thrown = null;
-    }).then((v) => v.value);
+    }).then((v) => v.value).finally(() => { thrown = null; });
 }
 
 // Cells.

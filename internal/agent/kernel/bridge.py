@@ -102,6 +102,15 @@ flusher = Flusher()
 stdout, stderr = Output(1), Output(2)
 
 
+def _exit(status, _exit=os._exit):
+    if os.getpid() == PID:
+        flush()  # a cell's own os._exit must not lose what it printed
+    _exit(status)
+
+
+os._exit = _exit
+
+
 def _forked():
     flusher.thread = None
     flusher.event = threading.Event()
@@ -225,48 +234,61 @@ def encode(value):
     return value
 
 
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def plain(obj):
+    """repr, with classes and objects that have none of their own as IPython shows them."""
+    kind = type(obj)
+    if isinstance(obj, type) and kind.__repr__ is type.__repr__:
+        return obj.__qualname__ if obj.__module__ == "builtins" else f"{obj.__module__}.{obj.__qualname__}"
+    if kind.__repr__ is object.__repr__:
+        return f"<{kind.__module__}.{kind.__qualname__} at {id(obj):#x}>"
+    return repr(obj)
+
+
 def pretty(obj, width=79):
-    """repr, with containers too long for a line broken up as IPython does."""
-    r = repr(obj)
-    if len(r) <= width or type(obj) not in (list, tuple, dict, set, frozenset) or "\n" in r and len(r) > MAX_TEXT:
-        return r
+    """plain, with containers too long for a line broken up as IPython does."""
+    if type(obj) not in _CONTAINERS:
+        return plain(obj)
     from itertools import islice
 
-    most, seen = 1000, set()
+    most, above = 1000, set()
 
-    def walk(o, indent, room):
-        r = repr(o)
-        if len(r) <= room or type(o) not in (list, tuple, dict, set, frozenset) or not o or id(o) in seen:
-            return r
-        seen.add(id(o))
-        head, tail = {list: "[]", tuple: "()", dict: "{}", set: "{}", frozenset: ("frozenset({", "})")}[type(o)]
-        inner = indent + len(head)
-        pad = " " * inner
-        if type(o) is dict:
-            items = []
+    def walk(o, indent):
+        kind = type(o)
+        if kind not in _CONTAINERS or not o:
+            return plain(o)
+        head, tail = {list: "[]", tuple: "()", dict: "{}", set: "{}", frozenset: ("frozenset({", "})")}[kind]
+        if id(o) in above:
+            return head + "..." + tail
+        above.add(id(o))
+        inner, items = indent + len(head), []
+        if kind is dict:
             for k, v in islice(o.items(), most):
-                key = repr(k) + ": "
-                items.append(key + walk(v, inner + len(key), width - inner - len(key)))
+                key = plain(k) + ": "
+                items.append(key + walk(v, inner + len(key)))
         else:
-            seq = o
-            if type(o) in (set, frozenset):
+            values = o
+            if kind in (set, frozenset):
                 try:
-                    seq = sorted(o)
+                    values = sorted(o)
                 except Exception:
                     pass
-            items = [walk(v, inner, width - inner) for v in islice(seq, most)]
+            items = [walk(v, inner) for v in islice(values, most)]
         if len(o) > most:
             items.append("...")
-        seen.discard(id(o))
-        end = "," if type(o) is tuple and len(o) == 1 else ""
-        return head + (",\n" + pad).join(items) + end + tail
+        above.discard(id(o))
+        end = "," if kind is tuple and len(o) == 1 else ""
+        flat = head + ", ".join(items) + end + tail
+        if "\n" not in flat and indent + len(flat) <= width:
+            return flat
+        return head + (",\n" + " " * inner).join(items) + end + tail
 
-    return walk(obj, 0, width)
+    return walk(obj, 0)
 
 
 def text_of(obj):
-    if isinstance(obj, type) and type(obj).__repr__ is type.__repr__:  # as IPython shows it
-        return obj.__qualname__ if obj.__module__ == "builtins" else f"{obj.__module__}.{obj.__qualname__}"
     m = method(obj, "_repr_pretty_")
     if m is not None and "IPython.lib.pretty" in sys.modules:
         s = sys.modules["IPython.lib.pretty"].pretty(obj)
@@ -290,7 +312,11 @@ def bundle(obj, include=None, exclude=None):
             continue
         m = method(obj, name)
         if m is not None:
-            v = encode(m())
+            try:
+                v = encode(m())
+            except Exception as e:
+                print(describe(e)[2], file=stderr)  # and the value is shown without it
+                continue
             if v is not None:
                 data[mime] = v
     if "matplotlib.figure" in sys.modules and isinstance(obj, sys.modules["matplotlib.figure"].Figure):
