@@ -22,6 +22,10 @@ type Options struct {
 	Verbose  bool      // also the output of each step
 	Fresh    bool      // make every layer anew: the packages of today
 
+	// Box is where programs run, and means that nobody vouches for the definition; nil: programs run on this
+	// host, for definitions that are trusted as the program itself is.
+	Box Box
+
 	MaxImageBytes int64 // default: 16 GiB
 }
 
@@ -57,7 +61,7 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		opts.MaxImageBytes = defaultMaxImage
 	}
 	started := time.Now()
-	p, err := newPlan(def, opts.Store)
+	p, err := newPlan(def, opts.Store, opts.Box != nil)
 	if err != nil {
 		return sandlot.Template{}, err
 	}
@@ -80,7 +84,7 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		title := fmt.Sprintf("[%d/%d] %s", i+1, len(p.layers)+1, l.title)
 		if !opts.Fresh && c.has(l.key) {
 			log.say("%s: cached", title)
-		} else if err := c.make(ctx, l, lowers, log, title, opts.Verbose); err != nil {
+		} else if err := c.make(ctx, l, lowers, log, title, &opts); err != nil {
 			return sandlot.Template{}, fmt.Errorf("step %s: %w", l.title, err)
 		}
 		lowers = append([]string{c.layerDir(l.key)}, lowers...)
@@ -103,7 +107,7 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 	title := fmt.Sprintf("[%d/%d] image", len(p.layers)+1, len(p.layers)+1)
 	err = opts.Store.add(ctx, &m, started, opts.Fresh, func(file string) error {
 		return c.during(ctx, log, title, opts.Verbose, func(ctx context.Context, out io.Writer) error {
-			return makeImage(ctx, c, lowers, file, opts.MaxImageBytes, out)
+			return makeImage(ctx, c.stack(lowers), file, opts.MaxImageBytes, out)
 		})
 	})
 	if err != nil {
@@ -132,6 +136,7 @@ type plan struct {
 	key      string // of the root file system and the manifest
 	roots    []*os.Root
 	store    *Store // of templates to build from; may be nil
+	boxed    bool   // programs run in sandboxes
 }
 
 func (p *plan) close() {
@@ -140,8 +145,8 @@ func (p *plan) close() {
 	}
 }
 
-func newPlan(def *definition, store *Store) (*plan, error) {
-	p := &plan{store: store}
+func newPlan(def *definition, store *Store, boxed bool) (*plan, error) {
+	p := &plan{store: store, boxed: boxed}
 	if err := p.addDefinition(def, nil); err != nil {
 		p.close()
 		return nil, err
@@ -207,7 +212,7 @@ func (p *plan) addDefinition(def *definition, below []string) error {
 		if err != nil {
 			return fmt.Errorf("step %d (%s): %w", i+1, st.title(), err)
 		}
-		if err := p.add(layer{title: st.title(), def: root, inputs: in, apply: st.apply}, st.kind(), st); err != nil {
+		if err := p.add(layer{title: st.title(), def: root, inputs: in, apply: st.apply}, p.kind(st), st); err != nil {
 			return err
 		}
 	}
@@ -233,6 +238,14 @@ func inherit(def, parent *definition) {
 	if def.Start == nil {
 		def.Start, def.Ready = parent.Start, parent.Ready
 	}
+}
+
+// kind is the step's in a key: no layer that was made for a stranger is taken for a definition that is trusted.
+func (p *plan) kind(s step) string {
+	if p.boxed {
+		return s.kind() + " boxed"
+	}
+	return s.kind()
 }
 
 func (p *plan) add(l layer, kind string, step any) (err error) {

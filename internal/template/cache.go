@@ -88,7 +88,7 @@ func (c *cache) meta(key string) ([]byte, error) {
 }
 
 // make makes l on top of lowers, topmost first. The layer gets its name when it is complete and on disk.
-func (c *cache) make(ctx context.Context, l layer, lowers []string, log *progress, title string, verbose bool) (err error) {
+func (c *cache) make(ctx context.Context, l layer, lowers []string, log *progress, title string, opts *Options) (err error) {
 	if err := c.checkSpace(); err != nil {
 		return err
 	}
@@ -104,10 +104,11 @@ func (c *cache) make(ctx context.Context, l layer, lowers []string, log *progres
 		inputs: l.inputs,
 		temp:   filepath.Join(base, "temp"),
 		upper:  filepath.Join(base, "fs"),
+		box:    opts.Box,
 		stack:  c.stack(lowers),
 	}
 	w.stack.Upper, w.stack.Work = newLayer+"/fs", newLayer+"/work"
-	err = c.during(ctx, log, title, verbose, func(ctx context.Context, out io.Writer) error {
+	err = c.during(ctx, log, title, opts.Verbose, func(ctx context.Context, out io.Writer) error {
 		w.out = out
 		return l.apply(ctx, w)
 	})

@@ -140,6 +140,10 @@ apt-get clean
 rm -rf /var/lib/apt/lists/*`
 
 func (s aptStep) apply(ctx context.Context, w *work) error {
+	packages := slices.Sorted(slices.Values(s))
+	if w.box != nil {
+		return s.applyBoxed(ctx, w, packages)
+	}
 	files := map[string]string{
 		"/usr/sbin/policy-rc.d": "#!/bin/sh\nexit 101\n",
 	}
@@ -170,7 +174,6 @@ func (s aptStep) apply(ctx context.Context, w *work) error {
 			}
 		}
 	}
-	packages := slices.Sorted(slices.Values(s))
 	return w.exec(ctx, job{
 		Argv:    append([]string{"/bin/sh", "-euc", aptScript, "apt"}, packages...),
 		Env:     buildEnv(env),

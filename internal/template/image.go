@@ -18,16 +18,15 @@ const (
 	imageUUID = "5a4d1075-0000-4000-8000-000000000001"
 )
 
-// makeImage writes the stack of layers as an EROFS image to file.
+// makeImage writes j's stack of layers as an EROFS image to file.
 //
 // noinline_data is not the default and must be given: gVisor maps file data in whole pages, and answers reads
 // of data that sits behind an inode with "bad address". Nothing is compressed for the same reason.
-func makeImage(ctx context.Context, c *cache, lowers []string, file string, limit int64, out io.Writer) error {
+func makeImage(ctx context.Context, j job, file string, limit int64, out io.Writer) error {
 	mkfs, err := exec.LookPath("mkfs.erofs")
 	if err != nil {
 		return errors.New("this host has no mkfs.erofs; install erofs-utils")
 	}
-	j := c.stack(lowers)
 	j.Action = actionImage
 	j.Argv = []string{mkfs, "--quiet", "-E", "noinline_data", "-T", strconv.Itoa(imageTime), "-U", imageUUID, file, j.Mount}
 	j.Env = os.Environ()

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"runtime"
@@ -36,6 +37,7 @@ type job struct {
 	Files map[string]string // content that covers a file of the image while the program runs
 
 	network bool
+	serve   http.Handler // in a sandbox: what the program reaches, at engine.BuildAddr
 }
 
 const (
@@ -49,7 +51,7 @@ const (
 )
 
 // buildDir is where a running step finds Binds; it is on a file system that no layer sees.
-const buildDir = "/dev/.build"
+const buildDir = "/run/.build"
 
 // runJob runs j to its end. stdin may be nil. Output goes to out. When ctx ends, the child and all that it
 // started are killed.

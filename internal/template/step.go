@@ -42,6 +42,7 @@ type work struct {
 	temp   string   // a folder of the host, removed afterwards
 	upper  string   // absolute path of the layer's folder
 	stack  job      // Dir, Lowers, Upper, Work and Mount of the layer
+	box    Box      // where programs run; nil: on this host
 	out    io.Writer
 
 	meta []byte // what apply leaves for the manifest, kept beside the layer
@@ -68,6 +69,9 @@ func buildEnv(more map[string]string) []string {
 
 // exec runs a program with the stack as root directory.
 func (w *work) exec(ctx context.Context, j job) error {
+	if w.box != nil {
+		return w.boxed(ctx, j)
+	}
 	j.Action = actionExec
 	j.Dir, j.Lowers, j.Upper, j.Work, j.Mount = w.stack.Dir, w.stack.Lowers, w.stack.Upper, w.stack.Work, w.stack.Mount
 	return runJob(ctx, j, nil, w.out)

@@ -106,8 +106,9 @@ func (m *machine) changes(ctx context.Context, take func(io.Reader) error) error
 	}
 	defer r.Close()
 	var said strings.Builder
-	cmd := m.runsc(ctx, "tar", "rootfs-upper", string(m.rec.ID))
-	cmd.Stdout, cmd.Stderr = w, &said
+	cmd := m.runsc(ctx, "tar", "rootfs-upper", "--file=/proc/self/fd/3", string(m.rec.ID)) // it says things on its output
+	cmd.ExtraFiles = []*os.File{w}
+	cmd.Stdout, cmd.Stderr = &said, &said
 	err = cmd.Start()
 	w.Close()
 	if err != nil {
