@@ -79,6 +79,9 @@ func (s *pipStep) apply(ctx context.Context, w *work) error {
 	if err != nil {
 		return err
 	}
+	if err := checkRequirements(lock); err != nil {
+		return err
+	}
 	wheels := filepath.Join(w.temp, "wheels")
 	if err := os.Mkdir(wheels, 0o755); err != nil {
 		return err
@@ -333,7 +336,7 @@ func (s *modStep) check() error {
 }
 
 func (s *modStep) apply(ctx context.Context, w *work) error {
-	out, err := runHost(ctx, w.temp, "go", "mod", "download", "-json", s.Module+"@"+s.Version)
+	out, err := runHost(ctx, w.temp, "env", "GOVCS=*:off", "go", "mod", "download", "-json", s.Module+"@"+s.Version)
 	var mod struct{ Zip, Sum, Error string }
 	if jerr := json.Unmarshal(out, &mod); err == nil && jerr != nil {
 		err = jerr
