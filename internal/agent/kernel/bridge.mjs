@@ -38,7 +38,7 @@ function bundle(v) {
   const data = {};
   const own = v && typeof v === "object" && typeof v.toMimeBundle === "function" ? v.toMimeBundle() : null;
   if (own && looksLikeBundle(own)) Object.assign(data, own);
-  let text = inspect(v, { maxArrayLength: 1000, maxStringLength: MAX_TEXT });
+  let text = v instanceof Error && typeof v.stack === "string" && !Object.keys(v).length ? clean(v.stack) : inspect(v, { maxArrayLength: 1000, maxStringLength: MAX_TEXT });
   if (text.length > MAX_TEXT) text = text.slice(0, MAX_TEXT) + "\n… " + (text.length - MAX_TEXT) + " more characters";
   data["text/plain"] ??= text;
   if (v && typeof v === "object" && !data["application/json"] && isPlain(v)) data["application/json"] = v;
@@ -74,7 +74,7 @@ function fail(e) {
 // clean cuts a stack where this program's own part of it begins.
 function clean(stack) {
   const lines = stack.split("\n");
-  const at = lines.findIndex((l) => /^\s+at /.test(l) && (l.includes(here) || l.includes("bridge.mjs") || l.includes("runInThisContext") || /\(?node:(vm|repl|internal|domain)/.test(l)));
+  const at = lines.findIndex((l) => /^\s+at /.test(l) && (l.includes(here) || l.includes("bridge.mjs") || /runInThisContext/.test(l) || /\(?node:(vm|repl|internal|domain)/.test(l)));
   return (at < 0 ? lines : lines.slice(0, at)).join("\n").trimEnd();
 }
 
@@ -186,6 +186,10 @@ function rewrite(code) {
   }
   return out + code.slice(at);
 }
+
+// That Node's own TypeScript is young is no news to who asked for it.
+const warn = process.emitWarning;
+process.emitWarning = (w, ...rest) => (String(w).includes("stripTypeScriptTypes") ? undefined : warn.call(process, w, ...rest));
 
 function plain(code, language) {
   if (language !== "typescript") return code;

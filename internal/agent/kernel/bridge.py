@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 
 PID = os.getpid()
 HERE = __file__ if "__file__" in globals() else "<bridge>"
@@ -103,8 +104,7 @@ stdout, stderr = Output(1), Output(2)
 
 
 def _exit(status, _exit=os._exit):
-    if os.getpid() == PID:
-        flush()  # a cell's own os._exit must not lose what it printed
+    flush()  # what was printed is not lost
     _exit(status)
 
 
@@ -761,6 +761,8 @@ def serve():
     space["get_ipython"] = _get_ipython
     sys.meta_path.insert(0, Finder())
     sys.addaudithook(_audit)
+    # The one thread that a cell did not start is Flusher's, and fork may come at any time for that.
+    warnings.filterwarnings("ignore", message=".*use of fork\\(\\) may lead to deadlocks", category=DeprecationWarning)
     signal.signal(signal.SIGINT, interrupts.handle)
     faulthandler.enable(file=2)
     channel.send({"type": "ready"})
