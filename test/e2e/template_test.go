@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -88,6 +89,33 @@ func TestBunTemplate(t *testing.T) {
 		if got := b.Out(t, cmd); got != want {
 			t.Errorf("%s: %q, want %q", cmd, got, want)
 		}
+	}
+}
+
+// Cells run in each template that says so, with the types taken away and what needs more than that.
+func TestTemplatesRunTypeScriptCells(t *testing.T) {
+	t.Parallel()
+	for _, tpl := range []string{"base", "node-22", "bun-1"} {
+		t.Run(tpl, func(t *testing.T) {
+			t.Parallel()
+			kernels := testenv.Template(t, tpl).Kernels
+			if !slices.Contains(kernels, "javascript") || !slices.Contains(kernels, "typescript") {
+				t.Errorf("kernels %q", kernels)
+			}
+			b := live.New(t, map[string]any{"template": tpl})
+			for source, want := range map[string]string{
+				"const y: number = 5; y as number * 2":   "10",
+				"enum Colour { Red = 3 }; Colour.Red":    "3",
+				"await Promise.resolve<string>('x' + 1)": "'x1'",
+			} {
+				if a := code(t, b, source, inLanguage("typescript")); a.text() != want {
+					t.Errorf("%s: %+v %+v", source, a, a.Error)
+				}
+			}
+			if a := code(t, b, "[1, 2].map(x => x * 2).join()", inLanguage("javascript")); a.text() != "'2,4'" {
+				t.Errorf("javascript: %+v %+v", a, a.Error)
+			}
+		})
 	}
 }
 
