@@ -105,8 +105,7 @@ func TestRunCodeJavaScript(t *testing.T) {
 	if a = code(t, b, "typeof x + process.env.GIVEN", js); a.text() != "'undefinedat create'" {
 		t.Errorf("a cell without a context keeps something: %+v", a)
 	}
-	// This template's Node is too old for TypeScript; node-22's is not.
-	if a = code(t, b, "const y: number = 5; y as number * 2", ts); a.text() != "10" && !strings.Contains(a.Error.Value, "template node-22") {
+	if a = code(t, b, "const y: number = 5; y as number * 2", ts); a.text() != "10" {
 		t.Errorf("typescript: %+v %+v", a, a.Error)
 	}
 	if a = code(t, b, "let z = 1; await new Promise(r => setTimeout(r, 10)); z", js, inContext("js")); a.text() != "1" || a.ContextID != "js" {
