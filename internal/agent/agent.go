@@ -34,7 +34,6 @@ const (
 	maxWatches    = 32      // at the same time
 	workspace     = "/workspace"
 	defaultUser   = "user"
-	readyPatience = 120 * time.Second // of Boot.Ready
 )
 
 // Config is what an agent needs.
@@ -213,47 +212,6 @@ func (a *Agent) prepare() error {
 		}
 	}
 	return nil
-}
-
-// startTemplate runs Boot.Start and waits for Boot.Ready.
-func (a *Agent) startTemplate(ctx context.Context) error {
-	boot := a.cfg.Boot
-	if len(boot.Start) == 0 {
-		return nil
-	}
-	env := &identity{env: boot.Env}
-	p, err := a.startBackground(env, &wire.Exec{Argv: boot.Start, Background: true})
-	if err != nil {
-		return fmt.Errorf("agent: start: %w", err)
-	}
-	if len(boot.Ready) == 0 {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, readyPatience)
-	defer cancel()
-	wait := 10 * time.Millisecond
-	for {
-		out, err := a.collect(ctx, env, &wire.Exec{Argv: boot.Ready, Collect: 4096, TimeoutMS: 10_000})
-		if err != nil {
-			return fmt.Errorf("agent: ready: %w", err)
-		}
-		said := clip(string(out.stderr.data), 512)
-		out.stdout.free()
-		out.stderr.free()
-		if out.exit.ExitCode == 0 {
-			return nil
-		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("agent: the template's program was not ready in time; the last check said: %q", said)
-		case <-p.done:
-			if code, _ := p.exit(); code != 0 {
-				return fmt.Errorf("agent: the template's program ended with code %d before it was ready", code)
-			}
-		case <-time.After(wait):
-		}
-		wait = min(wait*2, 200*time.Millisecond)
-	}
 }
 
 // ready returns the identity, or the error of a call that came before it.

@@ -330,13 +330,17 @@ func TestAsInit(t *testing.T) {
 }
 
 func TestTemplateThatIsNotReady(t *testing.T) {
-	a, err := New(Config{Root: t.TempDir(), Dial: neverDial, Boot: wire.Boot{
-		Secret: testSecret, Start: []string{"bash", "-c", "exit 3"}, Ready: []string{"false"},
-	}})
-	must(t, err)
-	defer func() { _ = a.Close() }()
-	if err := a.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "code 3") {
-		t.Errorf("Run: %v", err)
+	for name, boot := range map[string]wire.Boot{
+		"with a check":    {Start: []string{"bash", "-c", "echo no port >&2; exit 3"}, Ready: []string{"false"}},
+		"without a check": {Start: []string{"bash", "-c", "echo no port >&2; exit 3"}},
+	} {
+		boot.Secret = testSecret
+		a, err := New(Config{Root: t.TempDir(), Dial: neverDial, Boot: boot})
+		must(t, err)
+		if err := a.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "code 3") || !strings.Contains(err.Error(), "no port") {
+			t.Errorf("%s: Run: %v", name, err)
+		}
+		_ = a.Close()
 	}
 }
 

@@ -28,6 +28,9 @@ import (
 var _ = failpoint.Declare("gvisor.create.recorded", "gvisor.create.disk", "gvisor.create.network",
 	"gvisor.create.started", "gvisor.create.ready", "gvisor.destroy.killed", "gvisor.destroy.unmounted")
 
+// maxSaid is how much of what a sandbox printed an error has.
+const maxSaid = 1500
+
 // createTimeout bounds a Create on a busy host; it takes 0.2 s on an idle one.
 const createTimeout = 60 * time.Second
 
@@ -88,7 +91,7 @@ func (e *Engine) Create(ctx context.Context, spec engine.Spec) (_ engine.Machine
 	select {
 	case <-m.link.Ready():
 	case <-m.done:
-		return nil, parts, sandlot.Errorf(sandlot.CodeSandboxUnhealthy, "the sandbox ended while it started: %.500q", m.exit.Log)
+		return nil, parts, sandlot.Errorf(sandlot.CodeSandboxUnhealthy, "the sandbox ended while it started: %q", m.exit.Log[max(0, len(m.exit.Log)-maxSaid):])
 	case <-ctx.Done():
 		return nil, parts, sandlot.Wrap(context.Cause(ctx), sandlot.CodeTimeout, "the agent did not answer in time")
 	}
