@@ -8,7 +8,7 @@
 // # What is trusted
 //
 // A definition is trusted like the program that builds it. What a step brings in is not: archives are
-// rewritten entry by entry (tree.go) and unpacked by a child process whose root is the image (child.go), so
+// rewritten entry by entry (tree.go; layers of images: ociimage.go, layers.go) and unpacked by a child process whose root is the image (child.go), so
 // no path, link, device or owner in one can name anything of the host. The child's mounts live in its own
 // mount namespace and vanish with it, whenever and however it ends.
 //

@@ -79,7 +79,10 @@ func prepare() error {
 	return writeNew("/etc/sudoers.d/sandlot", userName+" ALL=(ALL:ALL) NOPASSWD: ALL\n", 0o440)
 }
 
-const maxAccountBytes = 4 << 20
+const (
+	maxAccountBytes = 4 << 20
+	badAccounts     = "the image's "
+)
 
 // readAccounts reads an account file, which is a stranger's when the image is.
 func readAccounts(name string) ([]byte, error) {
@@ -88,7 +91,7 @@ func readAccounts(name string) ([]byte, error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxAccountBytes {
-		return nil, fmt.Errorf("the image's %s is not a file of at most %d bytes", name, maxAccountBytes)
+		return nil, fmt.Errorf(badAccounts+"%s is not a file of at most %d bytes", name, maxAccountBytes)
 	}
 	return os.ReadFile(name)
 }

@@ -359,7 +359,11 @@ func importImage(ctx context.Context, spec *ImportSpec, opts Options) (sandlot.T
 	if err := def.check(); err != nil {
 		return sandlot.Template{}, sandlot.Errorf(sandlot.CodeInvalidRequest, "%v", err)
 	}
-	return buildDefinition(ctx, def, opts)
+	t, err := buildDefinition(ctx, def, opts)
+	if err != nil && sandlot.ErrorCode(err) == sandlot.CodeInternal && strings.Contains(err.Error(), badAccounts) {
+		return t, badImage("%v", err) // the child's error has no code
+	}
+	return t, err
 }
 
 // platformOf parses a platform that check accepted.

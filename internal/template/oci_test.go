@@ -310,6 +310,35 @@ func TestImportAppliesLayers(t *testing.T) {
 	}
 }
 
+// An image's own accounts, shells and links do not keep a template's account and folders away.
+func TestImportMakesTheAccount(t *testing.T) {
+	b := newBuilder(t)
+	sh := entry{tar.Header{Name: "bin/sh", Typeflag: tar.TypeReg, Mode: 0o755}, "#!"}
+	img := imageOf(t, v1.Config{}, layerTar(t, sh,
+		file("opt/elsewhere", "root:x:0:0::/root:/bin/sh\nuser:x:7:7::/:/bin/false"), symlink("etc/passwd", "/opt/elsewhere"),
+		file("etc/group", "root:x:0:\nnode:x:1000:\n"), symlink("home", "/opt"), symlink("workspace", "/etc"), symlink("tmp", "../../.."),
+		symlink("etc/skel", "/"), symlink("etc/sudoers.d", "/opt")))
+	got, err := imported(t, b, ImportSpec{Layout: writeLayout(t, img)})
+	if err != nil {
+		t.Fatalf("%v\n%s", err, &b.log)
+	}
+	expectTree(t, got.Image, map[string]string{
+		"etc/passwd": "= root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n", "opt/elsewhere": "= root:x:0:0::/root:/bin/sh\nuser:x:7:7::/:/bin/false",
+		"etc/group": "= root:x:0:\nuser:x:1000:\n", "home": "/", "home/user": "/", "workspace": "/", "tmp": "/",
+		"bin/bash": "= " + bashOfSh, "etc/sudoers.d": "/", "opt/sandlot": "",
+	})
+
+	for name, e := range map[string][]entry{
+		"a folder": {folder("etc/passwd"), file("etc/passwd/x", "")},
+		"huge":     {file("etc/passwd", strings.Repeat("x", maxAccountBytes+1))},
+	} {
+		_, err := imported(t, b, ImportSpec{Name: "bad", Layout: writeLayout(t, imageOf(t, v1.Config{}, layerTar(t, e...)))})
+		if err == nil || !strings.Contains(err.Error(), "the image's /etc/passwd") || sandlot.ErrorCode(err) != sandlot.CodeInvalidRequest {
+			t.Errorf("%s as /etc/passwd: %v", name, err)
+		}
+	}
+}
+
 // rawImage is a layout whose one layer is blob, whatever it holds, announced as told.
 func rawImage(t *testing.T, blob []byte, media types.MediaType, change func(manifest map[string]any, config map[string]any)) string {
 	t.Helper()
