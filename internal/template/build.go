@@ -109,13 +109,36 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		return c.during(ctx, log, title, opts.Verbose, func(ctx context.Context, out io.Writer) error {
 			return makeImage(ctx, c.stack(lowers), file, opts.MaxImageBytes, out)
 		})
-	})
+	}, func(t sandlot.Template) error { return opts.try(ctx, t, log) })
 	if err != nil {
-		return sandlot.Template{}, fmt.Errorf("step image: %w", err)
+		if !errors.As(err, new(*tryError)) {
+			err = fmt.Errorf("step image: %w", err)
+		}
+		return sandlot.Template{}, err
 	}
 	c.prune()
 	log.say("done, %s, %d MiB, %.1f s", m.Digest, m.ImageBytes>>20, time.Since(started).Seconds())
 	return m.Template, nil
+}
+
+// tryError says that a template's start command or check failed.
+type tryError struct{ err error }
+
+func (e *tryError) Error() string { return "step start: " + e.err.Error() }
+func (e *tryError) Unwrap() error { return e.err }
+
+// try starts a sandbox of a template that has a start command, where there is something to start it with.
+func (o *Options) try(ctx context.Context, t sandlot.Template, log *progress) error {
+	if o.Box == nil || len(t.Start) == 0 {
+		return nil
+	}
+	began := time.Now()
+	log.say("start command and check")
+	if err := o.Box.Try(ctx, t); err != nil {
+		return &tryError{err}
+	}
+	log.say("start command and check: %.1f s", time.Since(began).Seconds())
+	return nil
 }
 
 // layer is one step of a plan.

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"sandlot"
+	"sandlot/internal/failpoint"
 )
 
 // Store keeps finished templates:
@@ -29,7 +30,10 @@ import (
 //
 // Manifests are data like any other: bounded, checked, and never followed out of the folder. An image's
 // content is hashed once, when it is added.
-type Store struct{ dir string }
+type Store struct {
+	dir   string
+	inUse func(ref string) bool // says whether a version is; nil: none is
+}
 
 // manifest is the content of a ref.
 type manifest struct {
@@ -106,7 +110,18 @@ func refFile(ref string) (file, name, digest string, err error) {
 	return name + "@" + strings.TrimPrefix(digest, "sha256:") + ".json", name, digest, nil
 }
 
-func (s *Store) manifest(ref string) (*manifest, error) {
+// manifest reads a ref. A version may be removed between the reading of a name and of its image: then the name
+// stands for another by now.
+func (s *Store) manifest(ref string) (m *manifest, err error) {
+	for range 3 {
+		if m, err = s.readManifest(ref); !errors.Is(err, fs.ErrNotExist) {
+			break
+		}
+	}
+	return m, err
+}
+
+func (s *Store) readManifest(ref string) (*manifest, error) {
 	file, name, digest, err := refFile(ref)
 	if err != nil {
 		return nil, err
@@ -161,21 +176,39 @@ func (s *Store) blob(digest string) string {
 // newBlob is an image that is being written; under the lock there is one at most.
 const newBlob = ".new.erofs"
 
+var _ = failpoint.Declare("template.store.written", "template.store.named", "template.store.versioned")
+
 // add puts an image that write makes into the store, completes m and makes m.Name stand for it. When another
 // version of the name has the same root file system (ImageKey), its image is taken and write is not called,
-// unless fresh.
-func (s *Store) add(ctx context.Context, m *manifest, started time.Time, fresh bool, write func(file string) error) error {
+// unless fresh. try, which may be nil, sees the template before its name stands for it, and may refuse it.
+//
+// Killed at any instant, the store has the old version under the name or the new one; what else is left is
+// unnamed, and goes with the next add or Remove. Versions over keepVersions go, oldest first, but those in use.
+func (s *Store) add(ctx context.Context, m *manifest, started time.Time, fresh bool, write func(file string) error, try func(sandlot.Template) error) (err error) {
 	lock, err := lockFile(ctx, filepath.Join(s.dir, "lock"))
 	if err != nil {
 		return err
 	}
 	defer lock.Close()
+	defer func() {
+		if cerr := s.collect(m.Name, err == nil); err == nil {
+			err = cerr
+		}
+	}()
 	if old := s.versionWith(m.Name, m.ImageKey); old != nil && !fresh {
 		m.Digest, m.ImageBytes = old.Digest, old.ImageBytes
 	} else if err := s.addBlob(m, write); err != nil {
 		return err
 	}
 	m.Image = s.blob(m.Digest)
+	if err := failpoint.Hit(ctx, "template.store.named"); err != nil {
+		return err
+	}
+	if try != nil {
+		if err := try(m.Template); err != nil {
+			return err
+		}
+	}
 	m.BuildMS = time.Since(started).Milliseconds()
 	data, err := json.MarshalIndent(m, "", "  ")
 	if err != nil {
@@ -190,6 +223,9 @@ func (s *Store) add(ctx context.Context, m *manifest, started time.Time, fresh b
 	}
 	for _, file := range []string{version, m.Name + ".json"} {
 		if err := s.writeRef(file, append(data, '\n')); err != nil {
+			return err
+		}
+		if err := failpoint.Hit(ctx, "template.store.versioned"); err != nil {
 			return err
 		}
 	}
@@ -223,6 +259,9 @@ func (s *Store) addBlob(m *manifest, write func(file string) error) (err error) 
 		}
 	}()
 	if err := write(tmp); err != nil {
+		return err
+	}
+	if err := failpoint.Hit(context.Background(), "template.store.written"); err != nil {
 		return err
 	}
 	f, err := os.OpenFile(tmp, os.O_RDONLY|syscall.O_NOFOLLOW, 0)
@@ -269,57 +308,6 @@ func (s *Store) writeRef(file string, data []byte) error {
 		return errors.Join(err, os.Remove(f.Name()))
 	}
 	return syncDir(dir)
-}
-
-// Remove takes a name and all its versions, or one version (name@digest), out of the store, and each image
-// that nothing names any more. A version that its name stands for is not removed alone: CodeConflict.
-func (s *Store) Remove(ctx context.Context, ref string) error {
-	file, name, digest, err := refFile(ref)
-	if err != nil {
-		return err
-	}
-	lock, err := lockFile(ctx, filepath.Join(s.dir, "lock"))
-	if err != nil {
-		return err
-	}
-	defer lock.Close()
-	if digest != "" {
-		if m, err := s.manifest(name); err == nil && m.Digest == digest {
-			return sandlot.Errorf(sandlot.CodeConflict, "%s is the current version of %s; remove the template itself", digest, name)
-		}
-	}
-	refs := filepath.Join(s.dir, "refs")
-	if _, err := os.Lstat(filepath.Join(refs, file)); errors.Is(err, fs.ErrNotExist) {
-		return sandlot.Errorf(sandlot.CodeNotFound, "no template %s", ref)
-	}
-	entries, err := os.ReadDir(refs)
-	if err != nil {
-		return err
-	}
-	used := make(map[string]bool) // by the names of version refs: a manifest that is not valid keeps its image
-	for _, e := range entries {
-		if e.Name() == file || digest == "" && strings.HasPrefix(e.Name(), name+"@") {
-			if err := os.Remove(filepath.Join(refs, e.Name())); err != nil {
-				return err
-			}
-			continue
-		}
-		if _, hex, ok := strings.Cut(strings.TrimSuffix(e.Name(), ".json"), "@"); ok {
-			used["sha256-"+hex+".erofs"] = true
-		}
-	}
-	blobs, err := os.ReadDir(filepath.Join(s.dir, "blobs"))
-	if err != nil {
-		return err
-	}
-	for _, b := range blobs {
-		if !used[b.Name()] {
-			if err := os.RemoveAll(filepath.Join(s.dir, "blobs", b.Name())); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
 }
 
 func syncDir(dir string) error {

@@ -26,10 +26,10 @@ func openStore(t *testing.T) *Store {
 // put adds a template whose image is content.
 func put(t *testing.T, s *Store, name, content string) sandlot.Template {
 	t.Helper()
-	m := manifest{Template: sandlot.Template{Name: name, Size: sandlot.DefaultSize}, Key: "k-" + content, ImageKey: "i-" + content}
+	m := manifest{Template: sandlot.Template{Name: name, Size: sandlot.DefaultSize, BuiltAt: time.Now()}, Key: "k-" + content, ImageKey: "i-" + content}
 	err := s.add(context.Background(), &m, time.Now(), false, func(file string) error {
 		return os.WriteFile(file, []byte(content), 0o600)
-	})
+	}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,11 +58,21 @@ func TestStore(t *testing.T) {
 		}
 	}
 	ctx := context.Background()
-	if err := s.Remove(ctx, "b@"+two.Digest); sandlot.ErrorCode(err) != sandlot.CodeConflict {
-		t.Errorf("removing the current version alone: %v", err)
+	if versions, err := s.Versions("b"); err != nil || len(versions) != 2 || versions[0].Digest != two.Digest {
+		t.Errorf("Versions = %+v, %v", versions, err)
 	}
+	if err := s.Remove(ctx, "b@"+two.Digest); err != nil {
+		t.Error(err)
+	}
+	if got, err := s.Get("b"); err != nil || got.Digest != one.Digest {
+		t.Errorf("after its newest version went, b is %+v, %v", got, err)
+	}
+	three := put(t, s, "b", "three")
 	if err := s.Remove(ctx, "b@"+one.Digest); err != nil {
 		t.Error(err)
+	}
+	if got, err := s.Get("b"); err != nil || got.Digest != three.Digest {
+		t.Errorf("after an old version went, b is %+v, %v", got, err)
 	}
 	if _, err := os.Lstat(one.Image); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the image of a removed version: %v", err)
@@ -172,7 +182,7 @@ func TestStoreFailedWriteLeavesNothing(t *testing.T) {
 	broken := errors.New("no")
 	err := s.add(context.Background(), &m, time.Now(), false, func(file string) error {
 		return errors.Join(os.WriteFile(file, []byte("half"), 0o600), broken)
-	})
+	}, nil)
 	if !errors.Is(err, broken) {
 		t.Errorf("error %v", err)
 	}
