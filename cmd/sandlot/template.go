@@ -17,6 +17,10 @@ type templateCmd struct {
 
 	Ls    templateLsCmd    `cmd:"" aliases:"list" help:"List the server's templates."`
 	Build templateBuildCmd `cmd:"" help:"Build templates on this host; --help says how." passthrough:""`
+
+	Import  templateImportCmd  `cmd:"" help:"Make a template of an OCI image: of a registry, a layout, or docker save."`
+	Inspect templateInspectCmd `cmd:"" help:"Show all that a store says of a template, and its versions."`
+	Rm      templateRmCmd      `cmd:"" aliases:"delete" help:"Remove templates, or versions of them, from a store."`
 }
 
 type templateLsCmd struct{}
