@@ -26,8 +26,24 @@ type Options struct {
 	// host, for definitions that are trusted as the program itself is.
 	Box Box
 
+	// Stranger: the definition came from a caller who is not this host's operator. It needs a Box, it may not name
+	// folders beside its own, and registries see it without this host's credentials.
+	Stranger bool
+	// Bases are templates to build from besides Store's; may be nil.
+	Bases *Store
+
 	MaxImageBytes int64 // default: 16 GiB
 }
+
+// StepError says which step of a build failed. "image" is the writing of the image, "start" the start command
+// with its check.
+type StepError struct {
+	Step string
+	Err  error
+}
+
+func (e *StepError) Error() string { return "step " + e.Step + ": " + e.Err.Error() }
+func (e *StepError) Unwrap() error { return e.Err }
 
 const defaultMaxImage = 16 << 30
 
@@ -60,8 +76,11 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 	if opts.MaxImageBytes == 0 {
 		opts.MaxImageBytes = defaultMaxImage
 	}
+	if opts.Stranger && opts.Box == nil {
+		return sandlot.Template{}, sandlot.Errorf(sandlot.CodeUnsupported, "this host has no sandboxes to build in")
+	}
 	started := time.Now()
-	p, err := newPlan(def, opts.Store, opts.Box != nil)
+	p, err := newPlan(def, &opts)
 	if err != nil {
 		return sandlot.Template{}, err
 	}
@@ -85,7 +104,7 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		if !opts.Fresh && c.has(l.key) {
 			log.say("%s: cached", title)
 		} else if err := c.make(ctx, l, lowers, log, title, &opts); err != nil {
-			return sandlot.Template{}, fmt.Errorf("step %s: %w", l.title, err)
+			return sandlot.Template{}, &StepError{l.title, err}
 		}
 		lowers = append([]string{c.layerDir(l.key)}, lowers...)
 	}
@@ -100,7 +119,7 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 			err = l.config(meta, &m.Template, log)
 		}
 		if err != nil {
-			return sandlot.Template{}, fmt.Errorf("step %s: %w", l.title, err)
+			return sandlot.Template{}, &StepError{l.title, err}
 		}
 	}
 	m.BuiltAt = time.Now().UTC().Truncate(time.Second)
@@ -111,8 +130,8 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		})
 	}, func(t sandlot.Template) error { return opts.try(ctx, t, log) })
 	if err != nil {
-		if !errors.As(err, new(*tryError)) {
-			err = fmt.Errorf("step image: %w", err)
+		if !errors.As(err, new(*StepError)) {
+			err = &StepError{"image", err}
 		}
 		return sandlot.Template{}, err
 	}
@@ -120,12 +139,6 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 	log.say("done, %s, %d MiB, %.1f s", m.Digest, m.ImageBytes>>20, time.Since(started).Seconds())
 	return m.Template, nil
 }
-
-// tryError says that a template's start command or check failed.
-type tryError struct{ err error }
-
-func (e *tryError) Error() string { return "step start: " + e.err.Error() }
-func (e *tryError) Unwrap() error { return e.err }
 
 // try starts a sandbox of a template that has a start command, where there is something to start it with.
 func (o *Options) try(ctx context.Context, t sandlot.Template, log *progress) error {
@@ -135,7 +148,7 @@ func (o *Options) try(ctx context.Context, t sandlot.Template, log *progress) er
 	began := time.Now()
 	log.say("start command and check")
 	if err := o.Box.Try(ctx, t); err != nil {
-		return &tryError{err}
+		return &StepError{"start", err}
 	}
 	log.say("start command and check: %.1f s", time.Since(began).Seconds())
 	return nil
@@ -159,7 +172,9 @@ type plan struct {
 	key      string // of the root file system and the manifest
 	roots    []*os.Root
 	store    *Store // of templates to build from; may be nil
+	bases    *Store // and more of them; may be nil
 	boxed    bool   // programs run in sandboxes
+	stranger bool   // as in Options
 }
 
 func (p *plan) close() {
@@ -168,8 +183,8 @@ func (p *plan) close() {
 	}
 }
 
-func newPlan(def *definition, store *Store, boxed bool) (*plan, error) {
-	p := &plan{store: store, boxed: boxed}
+func newPlan(def *definition, o *Options) (*plan, error) {
+	p := &plan{store: o.Store, bases: o.Bases, boxed: o.Box != nil, stranger: o.Stranger}
 	if err := p.addDefinition(def, nil); err != nil {
 		p.close()
 		return nil, err
@@ -217,6 +232,7 @@ func (p *plan) addDefinition(def *definition, below []string) error {
 			l := layer{title: src.title(), def: root, apply: src.fill}
 			if s, ok := src.(*ociSource); ok {
 				l.config = s.config
+				s.stranger = s.stranger || p.stranger
 			}
 			if err := p.add(l, src.kind(), src); err != nil {
 				return err

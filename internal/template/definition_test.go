@@ -114,7 +114,7 @@ func TestShippedDefinitionsLoad(t *testing.T) {
 			t.Error(err)
 			continue
 		}
-		p, err := newPlan(def, nil, false)
+		p, err := newPlan(def, &Options{})
 		if err != nil {
 			t.Error(err)
 			continue

@@ -19,7 +19,7 @@ import (
 func (p *plan) addParent(def *definition, below []string) error {
 	ref := def.From.Template
 	dir := filepath.Join(filepath.Dir(def.dir), ref)
-	if _, err := os.Lstat(filepath.Join(dir, definitionFile)); err == nil && !strings.Contains(ref, "@") {
+	if _, err := os.Lstat(filepath.Join(dir, definitionFile)); err == nil && !strings.Contains(ref, "@") && !p.stranger {
 		parent, err := loadDefinition(dir)
 		if err != nil {
 			return err
@@ -34,6 +34,9 @@ func (p *plan) addParent(def *definition, below []string) error {
 		return errors.New("there is no such definition beside this one, and no store to look in")
 	}
 	m, err := p.store.manifest(ref)
+	if p.bases != nil && sandlot.ErrorCode(err) == sandlot.CodeNotFound {
+		m, err = p.bases.manifest(ref)
+	}
 	if sandlot.ErrorCode(err) == sandlot.CodeNotFound {
 		return fmt.Errorf("%w, and no definition of it beside this one: build or import it first", err)
 	}

@@ -34,7 +34,7 @@ func planOf(t *testing.T, dir string) *plan {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := newPlan(def, nil, false)
+	p, err := newPlan(def, &Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -106,7 +106,7 @@ func TestPlanOfATemplateFromAnother(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, err := newPlan(def, nil, false)
+	p, err := newPlan(def, &Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,7 +120,7 @@ func TestPlanOfATemplateFromAnother(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := newPlan(circle, nil, false); err == nil {
+	if _, err := newPlan(circle, &Options{}); err == nil {
 		t.Error("a template made from itself has a plan")
 	}
 }
@@ -153,7 +153,7 @@ func TestInputsRefuse(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := newPlan(def, nil, false); err == nil {
+		if _, err := newPlan(def, &Options{}); err == nil {
 			t.Errorf("%s: no error", filepath.Base(d))
 		}
 	}
