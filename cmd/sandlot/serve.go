@@ -99,10 +99,16 @@ func serve(ctx context.Context, c config, log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
+	own, err := template.Open(filepath.Join(c.nodeDir(), "templates"))
+	if err != nil {
+		return err
+	}
+	builds := &node.Builds{Projects: own, Shared: store, CacheDir: filepath.Join(c.nodeDir(), "build-cache")}
 	host := node.NewHost(node.Config{
-		Engines: []engine.Engine{eng}, Templates: store, Pool: c.poolFor(store), MaxMachines: c.MaxMachines,
-		MemoryFloor: c.MemoryFloorMB << 20, Log: log.With("half", "node"),
+		Engines: []engine.Engine{eng}, Templates: store, Pool: c.Pool, PoolEach: defaultPool, MaxMachines: c.MaxMachines,
+		MemoryFloor: c.MemoryFloorMB << 20, Builds: builds, Log: log.With("half", "node"),
 	})
+	own.UseBy(host.UsesTemplate)
 	defer func() {
 		if err := host.Close(); err != nil {
 			log.Error("the node did not stop cleanly", "err", err)
@@ -154,21 +160,6 @@ func newEngine(ctx context.Context, c config, log *slog.Logger) (engine.Engine, 
 
 // defaultPool is how many machines of each template are kept ready where the configuration names none.
 const defaultPool = 3
-
-func (c *config) poolFor(store *template.Store) map[string]int {
-	if c.Pool != nil {
-		return c.Pool
-	}
-	pool := map[string]int{}
-	ts, err := store.List()
-	if err != nil {
-		return pool
-	}
-	for _, t := range ts {
-		pool[t.Name] = defaultPool
-	}
-	return pool
-}
 
 // lockState makes sure that no other server works on the same directory.
 func lockState(dir string) (unlock func(), err error) {

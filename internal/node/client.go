@@ -150,8 +150,41 @@ func (c *Client) Machines(ctx context.Context) ([]Machine, error) {
 }
 
 // Templates implements Node.
-func (c *Client) Templates(ctx context.Context) ([]TemplateInfo, error) {
-	return call[[]TemplateInfo](ctx, c, "templates", struct{}{})
+func (c *Client) Templates(ctx context.Context, project sandlot.ID) ([]TemplateInfo, error) {
+	return call[[]TemplateInfo](ctx, c, "templates", templateRequest{Project: project})
+}
+
+// Versions implements Node.
+func (c *Client) Versions(ctx context.Context, project sandlot.ID, name string) ([]TemplateInfo, error) {
+	return call[[]TemplateInfo](ctx, c, "versions", templateRequest{project, name})
+}
+
+// RemoveTemplate implements Node.
+func (c *Client) RemoveTemplate(ctx context.Context, project sandlot.ID, ref string) error {
+	_, err := call[struct{}](ctx, c, "remove-template", templateRequest{project, ref})
+	return err
+}
+
+// BuildTemplate implements Node. A caller that leaves ends the build.
+func (c *Client) BuildTemplate(ctx context.Context, req BuildRequest, log func(string)) (sandlot.Template, error) {
+	resp, err := c.post(ctx, "build", req)
+	if err != nil {
+		return sandlot.Template{}, err
+	}
+	defer resp.Body.Close()
+	dec := json.NewDecoder(resp.Body)
+	for {
+		var news buildNews
+		switch err := dec.Decode(&news); {
+		case err != nil:
+			return sandlot.Template{}, unreachable(ctx, err)
+		case news.Failure != nil:
+			return sandlot.Template{}, &sandlot.Error{Code: news.Failure.Code, Message: news.Failure.Message, Fields: news.Failure.Fields}
+		case news.Done != nil:
+			return *news.Done, nil
+		}
+		log(news.Log)
+	}
 }
 
 // Info implements Node.

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -31,6 +32,8 @@ type Config struct {
 	Engines     []engine.Engine // the first is the default
 	Templates   templates
 	Pool        map[string]int // template name → machines to keep ready
+	PoolEach    int            // where Pool is nil: the same for each of Templates, those that are added later too
+	Builds      *Builds        // projects' own templates; nil: none
 	MaxMachines int            // 0: no bound but the host's memory
 	MemoryFloor int64          // bytes that must be available for a create; 0 for DefaultMemoryFloor
 	Log         *slog.Logger
@@ -53,6 +56,7 @@ type Host struct {
 	machines   map[sandlot.ID]*held // claimed and pooled
 	making     int
 	ooms       map[sandlot.ID]int64
+	building   map[sandlot.ID]bool // projects with a build under way
 
 	work   sync.WaitGroup // watchers and fills
 	cancel context.CancelFunc
@@ -83,11 +87,19 @@ func NewHost(cfg Config) *Host {
 		boots:    make(chan struct{}, max(2, runtime.NumCPU())),
 		machines: map[sandlot.ID]*held{},
 		ooms:     map[sandlot.ID]int64{},
+		building: map[sandlot.ID]bool{},
 		cancel:   cancel,
 		life:     ctx.Done(),
 	}
 	h.pools.init(cfg.Pool)
+	if cfg.Builds != nil { // what a killed process was about to build
+		if err := os.RemoveAll(filepath.Join(cfg.Builds.CacheDir, "uploads")); err != nil {
+			cfg.Log.Warn("old definitions could not be removed", "err", err)
+		}
+	}
+	h.followTemplates()
 	h.work.Go(func() { h.fill(ctx) })
+	h.work.Go(func() { h.follow(ctx) })
 	return h
 }
 
@@ -127,7 +139,7 @@ func (h *Host) Create(ctx context.Context, req CreateRequest) (Created, error) {
 	if err != nil {
 		return Created{}, err
 	}
-	tpl, err := h.cfg.Templates.Get(req.Template)
+	tpl, err := h.template(req.Project, req.Template)
 	if err != nil {
 		return Created{}, err
 	}
@@ -342,19 +354,6 @@ func (h *Host) Machines(context.Context) ([]Machine, error) {
 	out := make([]Machine, 0, len(h.machines))
 	for id, m := range h.machines {
 		out = append(out, Machine{ID: id, Engine: m.eng.Name(), Pooled: m.pooled, Created: m.Record().Created})
-	}
-	return out, nil
-}
-
-// Templates implements Node.
-func (h *Host) Templates(context.Context) ([]TemplateInfo, error) {
-	ts, err := h.cfg.Templates.List()
-	if err != nil {
-		return nil, err
-	}
-	out := make([]TemplateInfo, len(ts))
-	for i, t := range ts {
-		out[i] = TemplateInfo{Template: t, Pool: h.pools.info(t.Name)}
 	}
 	return out, nil
 }

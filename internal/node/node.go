@@ -18,7 +18,8 @@ import (
 
 // CreateRequest asks for a machine.
 type CreateRequest struct {
-	Template string // name or name@sha256:…
+	Template string     // name or name@sha256:…
+	Project  sandlot.ID // whose own templates count too
 	Size     sandlot.Size
 	// Isolation "" means the host's default.
 	Isolation sandlot.Isolation
@@ -47,6 +48,7 @@ type Machine struct {
 type TemplateInfo struct {
 	sandlot.Template
 	Pool PoolInfo `json:"pool"`
+	Own  bool     `json:"own,omitempty"` // the project's, not everybody's
 }
 
 // PoolInfo is the state of one template's pool.
@@ -119,6 +121,18 @@ type Node interface {
 	Events(ctx context.Context) (<-chan Event, error)
 
 	Machines(ctx context.Context) ([]Machine, error)
-	Templates(ctx context.Context) ([]TemplateInfo, error)
+
+	// Templates lists what a project can use, its own and everybody's; "" for everybody's alone.
+	Templates(ctx context.Context, project sandlot.ID) ([]TemplateInfo, error)
+	// Versions lists all versions of one, the newest first. Codes: not_found.
+	Versions(ctx context.Context, project sandlot.ID, name string) ([]TemplateInfo, error)
+	// BuildTemplate builds a template of a project in sandboxes and gives log each line of what happens. When
+	// ctx ends the build is undone. A failure's Fields have the step's name as "step". Codes: invalid_request,
+	// conflict (a build is under way; the name is everybody's), quota_exceeded, capacity, timeout, unsupported, not_found.
+	BuildTemplate(ctx context.Context, req BuildRequest, log func(line string)) (sandlot.Template, error)
+	// RemoveTemplate removes a project's template with all versions, or NAME@DIGEST. Codes: not_found, conflict
+	// (a sandbox uses it), forbidden (it is everybody's).
+	RemoveTemplate(ctx context.Context, project sandlot.ID, ref string) error
+
 	Info(ctx context.Context) (Info, error)
 }

@@ -94,7 +94,7 @@ func pooled(t *testing.T, n node.Node, want int) {
 	t.Helper()
 	var got node.PoolInfo
 	for range 500 {
-		ts, err := n.Templates(t.Context())
+		ts, err := n.Templates(t.Context(), "")
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -36,6 +36,9 @@ type pools struct {
 
 func (p *pools) init(target map[string]int) {
 	p.target = maps.Clone(target)
+	if p.target == nil {
+		p.target = map[string]int{}
+	}
 	p.free = map[string][]*held{}
 	p.filling = map[string]int{}
 	p.wake = make(chan struct{}, 1)
@@ -67,8 +70,15 @@ func (p *pools) info(name string) PoolInfo {
 // take removes the oldest machine that fits.
 func (p *pools) take(name string, fits func(*held) bool) *held {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.last = time.Now()
+	p.mu.Unlock()
+	return p.remove(name, fits)
+}
+
+// remove is take for other ends than a create's.
+func (p *pools) remove(name string, fits func(*held) bool) *held {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	i := slices.IndexFunc(p.free[name], fits)
 	if i < 0 {
 		return nil
@@ -232,13 +242,64 @@ func (h *Host) pooledMachine(ctx context.Context, name string) (*held, error) {
 	return m, err
 }
 
+// templatesEvery is how often the pools look for new templates and new versions.
+const templatesEvery = 5 * time.Second
+
+// follow keeps the pools at the templates as they are: of each name the newest version, and where the
+// configuration names none, of each template of the store. Templates are built by other processes too.
+func (h *Host) follow(ctx context.Context) {
+	tick := time.NewTicker(templatesEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			h.followTemplates()
+		}
+	}
+}
+
+func (h *Host) followTemplates() {
+	list, err := h.cfg.Templates.List()
+	if err != nil {
+		h.cfg.Log.Warn("templates could not be read", "err", err)
+	}
+	there := make(map[string]bool, len(list))
+	for _, t := range list {
+		there[t.Name] = true
+		h.evictStale(t)
+	}
+	if h.cfg.Pool != nil || h.cfg.PoolEach == 0 || err != nil {
+		return
+	}
+	h.pools.mu.Lock()
+	var gone []*held
+	for name := range there {
+		h.pools.target[name] = h.cfg.PoolEach
+	}
+	for name := range h.pools.target {
+		if !there[name] {
+			delete(h.pools.target, name)
+			gone = append(gone, h.pools.free[name]...)
+			delete(h.pools.free, name)
+		}
+	}
+	h.pools.mu.Unlock()
+	for _, m := range gone {
+		h.discard(m)
+	}
+	h.pools.kick()
+}
+
 // evictStale removes pooled machines of an older build of a template.
 func (h *Host) evictStale(tpl sandlot.Template) {
 	for {
-		m := h.pools.take(tpl.Name, func(m *held) bool { return m.Record().Digest != tpl.Digest })
+		m := h.pools.remove(tpl.Name, func(m *held) bool { return m.Record().Digest != tpl.Digest })
 		if m == nil {
 			return
 		}
 		h.discard(m)
+		h.pools.kick()
 	}
 }

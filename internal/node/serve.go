@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"runtime/debug"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,8 +20,8 @@ import (
 	"sandlot/internal/engine/channel"
 )
 
-// The Node interface over a Unix socket: HTTP/1.1 with JSON, one POST per method at "/"+method. Two methods
-// differ: "events" answers with a line of JSON per event, and "dial" answers 101 and passes the stream's
+// The Node interface over a Unix socket: HTTP/1.1 with JSON, one POST per method at "/"+method. Three methods
+// differ: "events" and "build" answer with a line of JSON per event, and "dial" answers 101 and passes the stream's
 // descriptor with the answer's bytes (SCM_RIGHTS), so that what a guest sends never passes through the
 // process that is root.
 
@@ -39,6 +40,11 @@ type failure struct {
 
 type idRequest struct {
 	ID sandlot.ID `json:"id"`
+}
+
+type templateRequest struct {
+	Project sandlot.ID `json:"project"`
+	Ref     string     `json:"ref"`
 }
 
 type idsRequest struct {
@@ -76,10 +82,15 @@ func Serve(ctx context.Context, ln net.Listener, n Node, uid int, log *slog.Logg
 	handle(s, mux, "destroy", func(ctx context.Context, r idRequest) (any, error) { return struct{}{}, n.Destroy(ctx, r.ID) })
 	handle(s, mux, "samples", func(ctx context.Context, r idsRequest) (any, error) { return n.Samples(ctx, r.IDs) })
 	handle(s, mux, "machines", func(ctx context.Context, _ struct{}) (any, error) { return n.Machines(ctx) })
-	handle(s, mux, "templates", func(ctx context.Context, _ struct{}) (any, error) { return n.Templates(ctx) })
+	handle(s, mux, "templates", func(ctx context.Context, r templateRequest) (any, error) { return n.Templates(ctx, r.Project) })
+	handle(s, mux, "versions", func(ctx context.Context, r templateRequest) (any, error) { return n.Versions(ctx, r.Project, r.Ref) })
+	handle(s, mux, "remove-template", func(ctx context.Context, r templateRequest) (any, error) {
+		return struct{}{}, n.RemoveTemplate(ctx, r.Project, r.Ref)
+	})
 	handle(s, mux, "info", func(ctx context.Context, _ struct{}) (any, error) { return n.Info(ctx) })
 	mux.HandleFunc("POST /events", s.events)
 	mux.HandleFunc("POST /dial", s.dial)
+	mux.HandleFunc("POST /build", s.build)
 	srv := &http.Server{
 		Handler:           mux,
 		ReadHeaderTimeout: 10 * time.Second,
@@ -143,6 +154,12 @@ func (s *server) recover(w http.ResponseWriter) {
 }
 
 func (s *server) fail(w http.ResponseWriter, err error) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusUnprocessableEntity)
+	_ = json.NewEncoder(w).Encode(s.failure(err))
+}
+
+func (s *server) failure(err error) failure {
 	f := failure{Code: sandlot.ErrorCode(err), Message: "the node failed; its log says why"}
 	var e *sandlot.Error
 	if errors.As(err, &e) {
@@ -151,9 +168,32 @@ func (s *server) fail(w http.ResponseWriter, err error) {
 	if f.Code == sandlot.CodeInternal {
 		s.log.Error("node call failed", "err", err)
 	}
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(http.StatusUnprocessableEntity)
-	_ = json.NewEncoder(w).Encode(f)
+	return f
+}
+
+func (s *server) build(w http.ResponseWriter, r *http.Request) {
+	defer s.recover(w)
+	var in BuildRequest
+	if err := decode(w, r, &in); err != nil {
+		s.fail(w, err)
+		return
+	}
+	rc := http.NewResponseController(w)
+	var mu sync.Mutex
+	enc := json.NewEncoder(w)
+	send := func(news buildNews) {
+		mu.Lock()
+		defer mu.Unlock()
+		_ = enc.Encode(news) // the end of the caller ends r's context, and with it the build
+		_ = rc.Flush()
+	}
+	t, err := s.n.BuildTemplate(r.Context(), in, func(line string) { send(buildNews{Log: line}) })
+	if err != nil {
+		f := s.failure(err)
+		send(buildNews{Failure: &f})
+		return
+	}
+	send(buildNews{Done: &t})
 }
 
 func (s *server) events(w http.ResponseWriter, r *http.Request) {

@@ -49,7 +49,7 @@ func (s *Service) Create(ctx context.Context, g authz.Grant, req CreateRequest) 
 	if req.Template == "" {
 		req.Template = s.deflt
 	}
-	t, err := s.template(ctx, req.Template)
+	t, err := s.template(ctx, g.Project.ID, req.Template)
 	if err != nil {
 		return Created{}, err
 	}
@@ -149,7 +149,7 @@ func (s *Service) claim(ctx context.Context, g authz.Grant, req CreateRequest) (
 	s.createGate.RLock()
 	defer s.createGate.RUnlock()
 	made, err := s.node.Create(ctx, node.CreateRequest{
-		Template: req.Template, Isolation: req.Isolation,
+		Template: req.Template, Project: g.Project.ID, Isolation: req.Isolation,
 		Size: sandlot.Size{VCPU: req.VCPU, MemoryMB: req.MemoryMB, DiskGB: req.DiskGB},
 	})
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -220,7 +221,25 @@ func (n *fakeNode) Machines(context.Context) ([]node.Machine, error) {
 	return out, nil
 }
 
-func (n *fakeNode) Templates(context.Context) ([]node.TemplateInfo, error) {
+func (n *fakeNode) Versions(ctx context.Context, _ sandlot.ID, _ string) ([]node.TemplateInfo, error) {
+	return n.Templates(ctx, "")
+}
+
+func (n *fakeNode) BuildTemplate(ctx context.Context, req node.BuildRequest, log func(string)) (sandlot.Template, error) {
+	log("step one")
+	if strings.Contains(req.Definition, "wait") {
+		<-ctx.Done()
+		return sandlot.Template{}, ctx.Err()
+	}
+	if strings.Contains(req.Definition, "fail") {
+		return sandlot.Template{}, sandlot.Errorf(sandlot.CodeInvalidRequest, "step run x: exit status 1").With("step", "run x")
+	}
+	return sandlot.Template{Name: req.Name, Digest: "sha256:built"}, nil
+}
+
+func (n *fakeNode) RemoveTemplate(context.Context, sandlot.ID, string) error { return nil }
+
+func (n *fakeNode) Templates(context.Context, sandlot.ID) ([]node.TemplateInfo, error) {
 	return []node.TemplateInfo{{Template: sandlot.Template{Name: "base", Digest: "sha256:fake", Size: sandlot.DefaultSize}}}, nil
 }
 

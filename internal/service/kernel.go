@@ -103,7 +103,7 @@ func (s *Service) explainCode(ctx context.Context, l *live, language string, err
 	}
 	sb := l.snapshot()
 	has := []string{"bash"}
-	if t, terr := s.template(ctx, sb.Template+"@"+sb.TemplateDigest); terr == nil {
+	if t, terr := s.template(ctx, sb.Project, sb.Template+"@"+sb.TemplateDigest); terr == nil {
 		has = append(t.Kernels, has...)
 	}
 	return sandlot.Wrap(err, sandlot.CodeUnsupported, "the template %s has no %s: it runs %s", sb.Template, language, strings.Join(has, ", ")).

@@ -72,17 +72,18 @@ type Config struct {
 
 // Service is the use cases.
 type Service struct {
-	store Store
-	node  node.Node
-	authz *authz.Authz
-	log   *slog.Logger
-	clock clock.Clock
-	plans map[string]sandlot.Plan
-	deflt string
-	quota *quota
-	keys  *keyring
-	tmpl  templateCache
-	meter Meter
+	store  Store
+	node   node.Node
+	authz  *authz.Authz
+	log    *slog.Logger
+	clock  clock.Clock
+	plans  map[string]sandlot.Plan
+	deflt  string
+	quota  *quota
+	keys   *keyring
+	tmpl   templateCache
+	builds builds
+	meter  Meter
 
 	createGate sync.RWMutex // read: from asking the node for a machine until it is known here; write: Reconcile
 
@@ -171,6 +172,7 @@ func (s *Service) Close(ctx context.Context) error {
 	}
 	s.ready.Store(false)
 	s.stop()
+	s.builds.end()
 	s.loops.Wait()
 	err := s.flush(ctx, nil)
 	for _, l := range s.all() {

@@ -112,7 +112,7 @@ func (a api) watching() []*route.Operation {
 }
 
 func (a api) templates(q *route.Request) error {
-	list, err := a.service.Templates(q.Context())
+	list, err := a.service.Templates(q.Context(), q.Grant)
 	if err != nil {
 		return err
 	}
