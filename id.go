@@ -23,6 +23,7 @@ const (
 	PrefixUser    = "usr"
 	PrefixRequest = "req"
 	PrefixEvent   = "evt"
+	PrefixBuild   = "bld"
 )
 
 // NewID returns prefix followed by 100 random bits in base32 (20 characters). IDs are never reused.

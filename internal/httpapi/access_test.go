@@ -26,6 +26,11 @@ func TestAccessMatrix(t *testing.T) {
 	if a := w.do("POST", "/api/v1/projects", `{"ref":"second"}`); a.status != http.StatusCreated {
 		t.Fatalf("%s", a.body)
 	}
+	built := w.do("POST", boxes+"/templates", `{"name":"mine","definition":"x"}`)
+	if built.status != http.StatusAccepted {
+		t.Fatalf("%s", built.body)
+	}
+	build, _ := built.json(t)["id"].(string)
 	foreign := otherTenant(t, w)
 	revokedID, revoked := w.mint(`{"name":"revoked"}`)
 	if a := w.as(revoked, "GET", "/api/v1/whoami", ""); a.status != http.StatusOK { // now it is cached
@@ -48,7 +53,7 @@ func TestAccessMatrix(t *testing.T) {
 	var seen []string
 	for path, item := range doc.Paths.Map() {
 		for method, op := range item.Operations() {
-			concrete := strings.NewReplacer("{ref}", "default", "{id}", id, "{pid}", "1").Replace(path)
+			concrete := strings.NewReplacer("{ref}", "default", "{id}", id, "{pid}", "1", "{name}", "base", "{build}", build).Replace(path)
 			if strings.HasPrefix(path, "/api/v1/tokens/") {
 				concrete = "/api/v1/tokens/" + victimToken
 			}
@@ -101,7 +106,7 @@ func TestAccessMatrix(t *testing.T) {
 			if item.Operations()[method] != nil {
 				continue
 			}
-			a := w.do(method, strings.NewReplacer("{ref}", "default", "{id}", id, "{pid}", "1").Replace(path), "")
+			a := w.do(method, strings.NewReplacer("{ref}", "default", "{id}", id, "{pid}", "1", "{name}", "base", "{build}", build).Replace(path), "")
 			if a.status != http.StatusMethodNotAllowed || a.code(t) != "method_not_allowed" || a.header.Get("Allow") == "" {
 				t.Errorf("%s %s: %d %s", method, path, a.status, a.body)
 			}

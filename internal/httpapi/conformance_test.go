@@ -13,6 +13,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/rogpeppe/go-internal/txtar"
+
+	"sandlot"
 )
 
 // TestConformance plays the wire scripts.
@@ -169,6 +171,9 @@ func (p *player) scrub(key string, v any) any {
 			return "{cursor}"
 		case "user", "group":
 			return "{" + key + "}" // the memory engine's processes are the test's own
+		}
+		if key == "id" && strings.HasPrefix(v, sandlot.PrefixBuild) {
+			return "{build}"
 		}
 		if timestamp.MatchString(v) {
 			return "{time}"

@@ -168,7 +168,7 @@ func (h *Host) RemoveTemplate(ctx context.Context, project sandlot.ID, ref strin
 	if err != nil {
 		return err
 	}
-	err = sandlot.Errorf(sandlot.CodeNotFound, "no template %s", ref)
+	err = sandlot.Errorf(sandlot.CodeNotFound, "no template %.100q", ref)
 	if own != nil {
 		err = own.Remove(ctx, ref)
 	}

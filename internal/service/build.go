@@ -149,7 +149,7 @@ func (s *Service) BuildTemplate(_ context.Context, g authz.Grant, req node.Build
 	req.Project = g.Project.ID
 	ctx, cancel := context.WithCancel(context.Background()) // ends with the build or Close
 	b := &build{project: g.Project.ID, cancel: cancel, changed: make(chan struct{}), now: Build{
-		ID: sandlot.NewID("bld"), Name: req.Name, State: BuildRunning, Started: s.clock.Now().UTC().Truncate(time.Millisecond),
+		ID: sandlot.NewID(sandlot.PrefixBuild), Name: req.Name, State: BuildRunning, Started: s.clock.Now().UTC().Truncate(time.Millisecond),
 	}}
 	if err := s.builds.add(b); err != nil {
 		cancel()

@@ -23,7 +23,7 @@ const base = "/api/v1/projects/{ref}/sandboxes"
 // Operations is the dialect's table.
 func Operations(s *service.Service) []*route.Operation {
 	a := api{s}
-	ops := slices.Concat(a.sandboxes(), a.watching(), a.execs(), a.processes(), a.kernels(), a.terminals(), a.files())
+	ops := slices.Concat(a.sandboxes(), a.watching(), a.templateOps(), a.execs(), a.processes(), a.kernels(), a.terminals(), a.files())
 	for _, op := range ops {
 		if op.Status == 0 {
 			op.Status = http.StatusOK

@@ -8,31 +8,7 @@ import (
 	"sandlot"
 	"sandlot/internal/authz"
 	"sandlot/internal/httpapi/route"
-	"sandlot/internal/node"
 )
-
-type templateList struct {
-	Templates []templateBody `json:"templates"`
-}
-
-type templateBody struct {
-	Name        string        `json:"name"`
-	Digest      string        `json:"digest"`
-	Description string        `json:"description"`
-	Contents    []string      `json:"contents"`
-	Kernels     []string      `json:"kernels"`
-	Default     sizeBody      `json:"default_size"`
-	ImageBytes  int64         `json:"image_bytes"`
-	BuiltAt     time.Time     `json:"built_at"`
-	BuildMS     int64         `json:"build_ms"`
-	Pool        node.PoolInfo `json:"pool" doc:"Machines that wait ready"`
-}
-
-type sizeBody struct {
-	VCPU     int `json:"vcpu"`
-	MemoryMB int `json:"memory_mb"`
-	DiskGB   int `json:"disk_gb"`
-}
 
 type metricsBody struct {
 	Samples []sandlot.Sample `json:"samples" doc:"Each 10 s, one a minute after an hour; oldest first"`
@@ -86,10 +62,6 @@ type costBody struct {
 func (a api) watching() []*route.Operation {
 	return []*route.Operation{
 		{
-			ID: "listTemplates", Method: http.MethodGet, Path: base + "/templates", Tag: "templates", Action: authz.Read, Response: templateList{},
-			Summary: "What sandboxes can be made from", Handle: a.templates,
-		},
-		{
 			ID: "getUsage", Method: http.MethodGet, Path: base + "/usage", Tag: "usage", Action: authz.Read, Response: usageBody{},
 			Summary: "This calendar month (UTC) so far, against the plan's allowance", Handle: a.usage,
 		},
@@ -109,21 +81,6 @@ func (a api) watching() []*route.Operation {
 			Handle: a.logs,
 		},
 	}
-}
-
-func (a api) templates(q *route.Request) error {
-	list, err := a.service.Templates(q.Context(), q.Grant)
-	if err != nil {
-		return err
-	}
-	out := templateList{Templates: []templateBody{}}
-	for _, t := range list {
-		out.Templates = append(out.Templates, templateBody{
-			Name: t.Name, Digest: t.Digest, Description: t.Description, Contents: orEmpty(t.Contents), Kernels: orEmpty(t.Kernels),
-			Default: sizeBody(t.Size), ImageBytes: t.ImageBytes, BuiltAt: t.BuiltAt, BuildMS: t.BuildMS, Pool: t.Pool,
-		})
-	}
-	return q.JSON(out)
 }
 
 func orEmpty[T any](s []T) []T {
