@@ -218,13 +218,16 @@ func (s *Server) Upload(ctx context.Context, path string, body io.Reader, size i
 	return s.send(ctx, http.MethodPut, path, body, size)
 }
 
-// Request sends a request below the project's sandboxes. The caller closes the answer's body.
+// Request sends a request below the project's sandboxes, or at a whole path, /api/…. The caller closes the answer's body.
 func (s *Server) Request(ctx context.Context, method, path string, body io.Reader, headers ...string) (*http.Response, error) {
 	return s.send(ctx, method, path, body, 0, headers...)
 }
 
 func (s *Server) send(ctx context.Context, method, path string, body io.Reader, size int64, headers ...string) (*http.Response, error) {
-	req, err := http.NewRequestWithContext(ctx, method, s.URL+base+path, body)
+	if !strings.HasPrefix(path, "/api/") {
+		path = base + path
+	}
+	req, err := http.NewRequestWithContext(ctx, method, s.URL+path, body)
 	if err != nil {
 		return nil, err
 	}

@@ -204,11 +204,6 @@ func (h *Host) BuildTemplate(ctx context.Context, req BuildRequest, log func(lin
 	if err := h.mayBuild(own, req.Name); err != nil {
 		return sandlot.Template{}, err
 	}
-	done, err := h.beginBuild(req.Project)
-	if err != nil {
-		return sandlot.Template{}, err
-	}
-	defer done()
 	ctx, cancel := context.WithTimeoutCause(ctx, buildTimeout, sandlot.Errorf(sandlot.CodeTimeout, "a build takes at most %s", buildTimeout))
 	defer cancel()
 	ended := make(chan struct{})
@@ -220,6 +215,11 @@ func (h *Host) BuildTemplate(ctx context.Context, req BuildRequest, log func(lin
 		case <-ended:
 		}
 	}()
+	done, err := h.beginBuild(ctx, req.Project)
+	if err != nil {
+		return sandlot.Template{}, err
+	}
+	defer done()
 	opts := template.Options{
 		CacheDir: h.cfg.Builds.CacheDir, Store: own, Bases: h.cfg.Builds.Shared, Log: &lineWriter{line: log}, Verbose: true,
 		Box: hostBox{h}, Stranger: true, MaxImageBytes: maxProjectImage,
@@ -274,26 +274,55 @@ func (h *Host) mayBuild(own *template.Store, name string) error {
 	return nil
 }
 
-// beginBuild takes the project's place and one of the host's.
-func (h *Host) beginBuild(project sandlot.ID) (done func(), err error) {
+// building is a project's build under way.
+type building struct {
+	ctx  context.Context //nolint:containedctx // says whether the build is being undone
+	done chan struct{}
+}
+
+// beginBuild takes the project's place and one of the host's. A build that was cancelled is waited for: its caller
+// does not see that it is still being undone.
+func (h *Host) beginBuild(ctx context.Context, project sandlot.ID) (done func(), err error) {
+	for {
+		b, before, err := h.tryBuild(ctx, project)
+		if err != nil {
+			return nil, err
+		}
+		if before == nil {
+			return func() {
+				h.mu.Lock()
+				delete(h.building, project)
+				h.mu.Unlock()
+				close(b.done)
+				h.work.Done()
+			}, nil
+		}
+		select {
+		case <-before.done:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+func (h *Host) tryBuild(ctx context.Context, project sandlot.ID) (b, before *building, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	before = h.building[project]
 	switch {
 	case h.closed:
-		return nil, sandlot.Errorf(sandlot.CodeCapacity, "this host is shutting down").With("retry_after_s", 5)
-	case h.building[project]:
-		return nil, sandlot.Errorf(sandlot.CodeConflict, "the project has a build under way: wait for its end").With("retry_after_s", 10)
+		return nil, nil, sandlot.Errorf(sandlot.CodeCapacity, "this host is shutting down").With("retry_after_s", 5)
+	case before != nil && before.ctx.Err() != nil:
+		return nil, before, nil
+	case before != nil:
+		return nil, nil, sandlot.Errorf(sandlot.CodeConflict, "the project has a build under way: wait for its end").With("retry_after_s", 10)
 	case len(h.building) >= maxBuildsAtOnce:
-		return nil, sandlot.Errorf(sandlot.CodeCapacity, "this host has %d builds under way", maxBuildsAtOnce).With("retry_after_s", 30)
+		return nil, nil, sandlot.Errorf(sandlot.CodeCapacity, "this host has %d builds under way", maxBuildsAtOnce).With("retry_after_s", 30)
 	}
-	h.building[project] = true
+	b = &building{ctx: ctx, done: make(chan struct{})}
+	h.building[project] = b
 	h.work.Add(1)
-	return func() {
-		h.mu.Lock()
-		delete(h.building, project)
-		h.mu.Unlock()
-		h.work.Done()
-	}, nil
+	return b, nil, nil
 }
 
 // buildDefinition writes the definition's folder, builds it and removes it.

@@ -56,7 +56,7 @@ type Host struct {
 	machines   map[sandlot.ID]*held // claimed and pooled
 	making     int
 	ooms       map[sandlot.ID]int64
-	building   map[sandlot.ID]bool // projects with a build under way
+	building   map[sandlot.ID]*building // by project
 
 	work   sync.WaitGroup // watchers and fills
 	cancel context.CancelFunc
@@ -87,7 +87,7 @@ func NewHost(cfg Config) *Host {
 		boots:    make(chan struct{}, max(2, runtime.NumCPU())),
 		machines: map[sandlot.ID]*held{},
 		ooms:     map[sandlot.ID]int64{},
-		building: map[sandlot.ID]bool{},
+		building: map[sandlot.ID]*building{},
 		cancel:   cancel,
 		life:     ctx.Done(),
 	}

@@ -91,7 +91,7 @@ func (m *machine) runsc(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, e.cfg.Runsc, append(e.runscArgs(spec), args...)...)
 	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
 	cmd.Dir = "/"
-	cmd.WaitDelay = 5 * time.Second // what the program left behind may hold the output open
+	cmd.WaitDelay = time.Second // what the program left behind may hold the output open
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	return cmd
 }
