@@ -382,7 +382,17 @@ func (t *terminal) resize(w wire.WindowSize) error {
 	}
 	raw, err := t.master.SyscallConn()
 	if err == nil {
-		if cerr := raw.Control(func(fd uintptr) { err = setWindow(int(fd), w) }); cerr != nil {
+		if cerr := raw.Control(func(fd uintptr) {
+			if err = setWindow(int(fd), w); err != nil {
+				return
+			}
+			// Not every kernel signals the foreground by itself; once more does no harm.
+			group, gerr := unix.IoctlGetInt(int(fd), unix.TIOCGPGRP)
+			if gerr != nil || group <= 1 {
+				group = t.p.pid
+			}
+			_ = syscall.Kill(-group, syscall.SIGWINCH)
+		}); cerr != nil {
 			err = cerr
 		}
 	}

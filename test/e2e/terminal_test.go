@@ -141,9 +141,9 @@ func TestTerminal(t *testing.T) {
 		{"tty; stty size; id -un; pwd; echo $TERM $FROM_CREATE\r", `/dev/pts/\d+\r\n33 101\r\nuser\r\n/workspace\r\nxterm-256color yes\r\n`},
 		{"printf 'żółć \\U1F600\\n'\r", `żółć 😀\r\n`},
 		{"trap 'stty size' WINCH\r", `ready> `},
-		{"echo go; sleep 100\r", `[\r\n]go\r\n`}, // then the terminal is no more as the line editor has it
-		{"\x03", `(\^C|\x03)\r\n.*ready> `}, // gVisor's terminal echoes the byte itself
-		{"echo go; cat -v\r", `[\r\n]go\r\n`},
+		{"sh -c 'echo go; exec sleep 100'\r", `[\r\n]go\r\n`}, // then the terminal is no more as the line editor has it
+		{"\x03", `(\^C|\x03)\r\n.*ready> `},      // gVisor's terminal echoes the byte itself
+		{"sh -c 'echo go; exec cat -v'\r", `[\r\n]go\r\n`},
 		{"\x1b[200~pa\xc5\xbcste\x1b[201~\r", `\^\[\[200~paM-EM-<ste\^\[\[201~\r\n`},
 		{"\x04", `ready> `},
 		{"sleep 7 & jobs\r", `Running\s+sleep 7`},
