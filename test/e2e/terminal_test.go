@@ -142,7 +142,7 @@ func TestTerminal(t *testing.T) {
 		{"printf 'żółć \\U1F600\\n'\r", `żółć 😀\r\n`},
 		{"trap 'stty size' WINCH\r", `ready> `},
 		{"sh -c 'echo go; exec sleep 100'\r", `[\r\n]go\r\n`}, // then the terminal is no more as the line editor has it
-		{"\x03", `(\^C|\x03)\r\n.*ready> `},      // gVisor's terminal echoes the byte itself
+		{"\x03", `(\^C|\x03)\r\n.*ready> `},                   // gVisor's terminal echoes the byte itself
 		{"sh -c 'echo go; exec cat -v'\r", `[\r\n]go\r\n`},
 		{"\x1b[200~pa\xc5\xbcste\x1b[201~\r", `\^\[\[200~paM-EM-<ste\^\[\[201~\r\n`},
 		{"\x04", `ready> `},
