@@ -131,6 +131,11 @@ func (c *client) sandboxes(parts ...string) string {
 	return under("/api/v1/projects/"+url.PathEscape(c.project)+"/sandboxes", parts...)
 }
 
+// templates is a path below the project's templates.
+func (c *client) templates(parts ...string) string {
+	return under("/api/v1/projects/"+url.PathEscape(c.project)+"/templates", parts...)
+}
+
 // under is a path below another; every part is escaped, so that none can become two.
 func under(path string, parts ...string) string {
 	for _, part := range parts {

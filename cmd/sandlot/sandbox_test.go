@@ -114,9 +114,6 @@ func TestTokensAndTemplates(t *testing.T) {
 	if _, out, _ = f.cli("", "template", "ls"); !strings.Contains(out, "0123456789ab") || !strings.Contains(out, "2 of 3") {
 		t.Errorf("template ls: %q", out)
 	}
-	if code, _, errs := f.cli("", "template", "build", "--store", "x"); code != 2 || !strings.Contains(errs, "--cache") {
-		t.Errorf("template build hands its flags on: %d, %q", code, errs)
-	}
 }
 
 func TestClientErrors(t *testing.T) {

@@ -8,19 +8,18 @@ import (
 	"time"
 
 	"sandlot"
-	"sandlot/internal/template"
 )
 
 // templateCmd builds and lists templates.
 type templateCmd struct {
 	remote `embed:""`
 
-	Ls    templateLsCmd    `cmd:"" aliases:"list" help:"List the server's templates."`
-	Build templateBuildCmd `cmd:"" help:"Build templates on this host; --help says how." passthrough:""`
+	Ls    templateLsCmd    `cmd:"" aliases:"list" help:"List the templates that a project can use."`
+	Build templateBuildCmd `cmd:"" help:"Build templates of their definitions: into a store with --store, else on the server."`
 
 	Import  templateImportCmd  `cmd:"" help:"Make a template of an OCI image: of a registry, a layout, or docker save."`
-	Inspect templateInspectCmd `cmd:"" help:"Show all that a store says of a template, and its versions."`
-	Rm      templateRmCmd      `cmd:"" aliases:"delete" help:"Remove templates, or versions of them, from a store."`
+	Inspect templateInspectCmd `cmd:"" help:"Show a template with its versions: of a store with --store, else of the server."`
+	Rm      templateRmCmd      `cmd:"" aliases:"delete" help:"Remove templates, or versions of them: from a store with --store, else the project's."`
 }
 
 type templateLsCmd struct{}
@@ -33,6 +32,7 @@ type templateView struct {
 	Size    sandlot.Size `json:"default_size"`
 	Bytes   int64        `json:"image_bytes"`
 	BuiltAt time.Time    `json:"built_at"`
+	Own     bool         `json:"own"`
 	Pool    struct {
 		Target  int `json:"target"`
 		Ready   int `json:"ready"`
@@ -62,20 +62,16 @@ func (x *templateLsCmd) Run(ctx context.Context, s *streams, r *templateCmd) err
 		rows = append(rows, []string{
 			t.Name, digest[:min(12, len(digest))],
 			fmt.Sprintf("%d vCPU, %d MB, %d GB", t.Size.VCPU, t.Size.MemoryMB, t.Size.DiskGB),
-			strings.Join(t.Kernels, " "), size(t.Bytes), ago(t.BuiltAt, now), fmt.Sprintf("%d of %d", t.Pool.Ready, t.Pool.Target),
+			strings.Join(t.Kernels, " "), size(t.Bytes), ago(t.BuiltAt, now), t.of(), fmt.Sprintf("%d of %d", t.Pool.Ready, t.Pool.Target),
 		})
 	}
-	return table(s.out, []string{"NAME", "DIGEST", "DEFAULT SIZE", "KERNELS", "IMAGE", "BUILT", "POOL"}, rows)
+	return table(s.out, []string{"NAME", "DIGEST", "DEFAULT SIZE", "KERNELS", "IMAGE", "BUILT", "OF", "POOL"}, rows)
 }
 
-// templateBuildCmd hands its arguments to the template builder, which has its own help.
-type templateBuildCmd struct {
-	Args []string `arg:"" optional:"" help:"--store DIR --cache DIR DEFINITION-FOLDER…"`
-}
-
-func (x *templateBuildCmd) Run(s *streams) error {
-	if code := template.BuildMain(x.Args, s.out, s.err); code != 0 {
-		return exitCode(code)
+// of says whose the template is.
+func (t *templateView) of() string {
+	if t.Own {
+		return "project"
 	}
-	return nil
+	return "server"
 }

@@ -3,9 +3,12 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"net/http"
 	"os"
 	"path"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -13,16 +16,17 @@ import (
 	"sandlot/internal/template"
 )
 
-// storeFlags name a template store of this host. A server that reads it sees what changes.
+// storeFlags name a template store of this host. A server that reads it sees what changes. Without one, commands
+// are about the project's templates on a server.
 type storeFlags struct {
-	Store string `required:"" help:"The template store." placeholder:"DIR" type:"path" env:"SANDLOT_TEMPLATES"`
+	Store string `help:"A template store of this host; without, the server's." placeholder:"DIR" env:"SANDLOT_TEMPLATES"`
 }
 
 // templateImportCmd makes a template of an OCI image.
 type templateImportCmd struct {
 	storeFlags `embed:""`
 
-	Cache    string   `required:"" help:"Cached layers." placeholder:"DIR" type:"path"`
+	Cache    string   `help:"Cached layers; default beside the store." placeholder:"DIR" type:"path"`
 	Name     string   `help:"The template's name; default the image's." placeholder:"NAME"`
 	Platform string   `help:"Which of the image's; default this host's." placeholder:"OS/ARCH"`
 	Digest   string   `help:"What the image must be." placeholder:"sha256:…"`
@@ -33,12 +37,18 @@ type templateImportCmd struct {
 
 // Run prints NAME@DIGEST of what it made.
 func (x *templateImportCmd) Run(ctx context.Context, s *streams, r *templateCmd) error {
+	if x.Store == "" {
+		return x.remote(ctx, s, r)
+	}
+	if x.Cache == "" {
+		x.Cache = filepath.Join(filepath.Dir(x.Store), "cache")
+	}
 	store, err := template.Open(x.Store)
 	if err != nil {
 		return err
 	}
 	spec := template.ImportSpec{Name: x.Name, Digest: x.Digest, Platform: x.Platform, Kernels: x.Kernel, ImageStart: x.Start}
-	if strings.HasPrefix(x.Image, "/") || strings.HasPrefix(x.Image, ".") {
+	if isPath(x.Image) {
 		st, err := os.Stat(x.Image)
 		switch {
 		case err != nil:
@@ -59,6 +69,34 @@ func (x *templateImportCmd) Run(ctx context.Context, s *streams, r *templateCmd)
 		return err
 	}
 	return printVersion(s, r.JSON, t)
+}
+
+// isPath tells a path from a reference.
+func isPath(image string) bool { return strings.HasPrefix(image, "/") || strings.HasPrefix(image, ".") }
+
+// remote imports on the server, which takes images of public registries.
+func (x *templateImportCmd) remote(ctx context.Context, s *streams, r *templateCmd) error {
+	if isPath(x.Image) {
+		return errors.New("a server imports from registries only: give --store to import a file on its host")
+	}
+	c, err := r.client()
+	if err != nil {
+		return err
+	}
+	req := &remoteBuild{Name: x.Name, Stream: true, From: map[string]any{"oci": x.Image, "image_start": x.Start}}
+	if req.Name == "" {
+		req.Name = imageName(x.Image)
+	}
+	if x.Digest != "" && !strings.Contains(x.Image, "@") {
+		req.From["oci"] = x.Image + "@" + x.Digest
+	}
+	if x.Platform != "" {
+		req.From["platform"] = x.Platform
+	}
+	if len(x.Kernel) > 0 {
+		req.From["kernels"] = x.Kernel
+	}
+	return buildRemote(ctx, s, c, r.JSON, req)
 }
 
 // imageName is the last part of a reference or path, without tag, digest and suffix.
@@ -85,7 +123,10 @@ type templateInspectCmd struct {
 }
 
 // Run prints the manifest as JSON, or as lines with the versions below.
-func (x *templateInspectCmd) Run(s *streams, r *templateCmd) error {
+func (x *templateInspectCmd) Run(ctx context.Context, s *streams, r *templateCmd) error {
+	if x.Store == "" {
+		return x.remote(ctx, s, r)
+	}
 	store, err := template.Open(x.Store)
 	if err != nil {
 		return err
@@ -101,17 +142,44 @@ func (x *templateInspectCmd) Run(s *streams, r *templateCmd) error {
 	if err != nil {
 		return err
 	}
+	return printTemplate(s, t, versions)
+}
+
+// remote shows what the server says.
+func (x *templateInspectCmd) remote(ctx context.Context, s *streams, r *templateCmd) error {
+	c, err := r.client()
+	if err != nil {
+		return err
+	}
+	var t struct {
+		sandlot.Template
+		Versions []sandlot.Template `json:"versions"`
+	}
+	raw, err := c.call(ctx, http.MethodGet, c.templates(x.Template), nil, nil, &t)
+	if err != nil {
+		return err
+	}
+	if r.JSON {
+		return printJSON(s.out, raw)
+	}
+	return printTemplate(s, t.Template, t.Versions)
+}
+
+func printTemplate(s *streams, t sandlot.Template, versions []sandlot.Template) error {
 	now := time.Now()
 	rows := [][]string{
-		{"name", t.Name}, {"digest", t.Digest}, {"description", t.Description}, {"contents", strings.Join(t.Contents, ", ")},
+		{"digest", t.Digest}, {"description", t.Description}, {"contents", strings.Join(t.Contents, ", ")},
 		{"kernels", strings.Join(append(t.Kernels, "bash"), " ")},
 		{"default size", fmt.Sprintf("%d vCPU, %d MB, %d GB", t.Size.VCPU, t.Size.MemoryMB, t.Size.DiskGB)},
 		{"start", strings.Join(t.Start, " ")}, {"ready", strings.Join(t.Ready, " ")}, {"built", ago(t.BuiltAt, now)},
 	}
 	for _, v := range versions {
-		rows = append(rows, []string{"version", v.Digest + ", built " + ago(v.BuiltAt, now)})
+		rows = append(rows, []string{"version", v.Digest + ", " + size(v.ImageBytes) + ", built " + ago(v.BuiltAt, now)})
 	}
-	return table(s.out, []string{"", t.Name}, rows)
+	for _, r := range rows {
+		r[1] = printable(r[1])
+	}
+	return table(s.out, []string{"name", printable(t.Name)}, rows)
 }
 
 // templateRmCmd removes templates, or versions of them.
@@ -122,13 +190,30 @@ type templateRmCmd struct {
 }
 
 // Run removes what it can. Sandboxes that run from an image keep it until they end.
-func (x *templateRmCmd) Run(ctx context.Context, s *streams) error {
+func (x *templateRmCmd) Run(ctx context.Context, s *streams, r *templateCmd) error {
+	if x.Store == "" {
+		return x.remote(ctx, s, r)
+	}
 	store, err := template.Open(x.Store)
 	if err != nil {
 		return err
 	}
 	for _, ref := range x.Templates {
 		if err := store.Remove(ctx, ref); err != nil {
+			return err
+		}
+		fmt.Fprintln(s.out, ref)
+	}
+	return nil
+}
+
+func (x *templateRmCmd) remote(ctx context.Context, s *streams, r *templateCmd) error {
+	c, err := r.client()
+	if err != nil {
+		return err
+	}
+	for _, ref := range x.Templates {
+		if _, err := c.call(ctx, http.MethodDelete, c.templates(ref), nil, nil, nil); err != nil {
 			return err
 		}
 		fmt.Fprintln(s.out, ref)

@@ -271,27 +271,3 @@ func TestBuildStopsWithItsContext(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 }
-
-func TestBuildMain(t *testing.T) {
-	b := newBuilder(t)
-	dir := define(t, b.defs, "x", filesOnly, map[string]string{"tree/a": "1"})
-	var out, errs bytes.Buffer
-	if code := BuildMain([]string{"--store", b.store.dir, "--cache", b.cache, dir}, &out, &errs); code != 0 {
-		t.Fatalf("exit code %d: %s", code, &errs)
-	}
-	got, err := b.store.Get("x")
-	if err != nil || out.String() != "x "+got.Digest+"\n" {
-		t.Errorf("printed %q, want x %s (%v)", &out, got.Digest, err)
-	}
-	for _, tt := range []struct {
-		args []string
-		code int
-	}{
-		{nil, 2}, {[]string{"--store", b.store.dir, dir}, 2}, {[]string{"--nonsense"}, 2}, {[]string{"-h"}, 0},
-		{[]string{"--store", b.store.dir, "--cache", b.cache, filepath.Join(b.defs, "none")}, 1},
-	} {
-		if code := BuildMain(tt.args, &out, &errs); code != tt.code {
-			t.Errorf("%v: exit code %d, want %d", tt.args, code, tt.code)
-		}
-	}
-}
