@@ -150,18 +150,18 @@ func (s *Store) demote(name, digest string) error {
 		return err
 	}
 	refs := filepath.Join(s.dir, "refs")
-	for _, v := range list[1:] { // the first is digest itself
-		file, _, _, err := refFile(name + "@" + v.Digest)
-		if err != nil {
-			return err
-		}
-		data, err := s.readRef(file)
-		if err != nil {
-			return err
-		}
-		return s.writeRef(name+".json", data)
+	if len(list) < 2 { // the first is digest itself
+		return os.Remove(filepath.Join(refs, name+".json"))
 	}
-	return os.Remove(filepath.Join(refs, name+".json"))
+	file, _, _, err := refFile(name + "@" + list[1].Digest)
+	if err != nil {
+		return err
+	}
+	data, err := s.readRef(file)
+	if err != nil {
+		return err
+	}
+	return s.writeRef(name+".json", data)
 }
 
 // collect removes what nothing names: images, and what killed writers left. With trim it removes the oldest
