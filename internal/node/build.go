@@ -23,6 +23,7 @@ const (
 	maxProjectTemplates  = 20
 	maxProjectBytes      = 32 << 30 // images of all versions
 	maxProjectImage      = 8 << 30
+	maxBuildCache        = 24 << 30 // layers of all projects' builds, and of one
 	maxDefinitionFiles   = 200
 	maxBuildsAtOnce      = 4 // on this host; they take turns, one step at a time
 	buildTimeout         = 30 * time.Minute
@@ -222,7 +223,7 @@ func (h *Host) BuildTemplate(ctx context.Context, req BuildRequest, log func(lin
 	defer done()
 	opts := template.Options{
 		CacheDir: h.cfg.Builds.CacheDir, Store: own, Bases: h.cfg.Builds.Shared, Log: &lineWriter{line: log}, Verbose: true,
-		Box: hostBox{h}, Stranger: true, MaxImageBytes: maxProjectImage,
+		Box: hostBox{h}, Stranger: true, MaxImageBytes: maxProjectImage, MaxCacheBytes: maxBuildCache,
 	}
 	var t sandlot.Template
 	if in := req.Import; in != nil {

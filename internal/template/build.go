@@ -33,6 +33,7 @@ type Options struct {
 	Bases *Store
 
 	MaxImageBytes int64 // default: 16 GiB
+	MaxCacheBytes int64 // of all layers, what is longest unused goes first; and of one build's. 0: no bound
 }
 
 // StepError says which step of a build failed. "image" is the writing of the image, "start" the start command
@@ -97,8 +98,10 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		return sandlot.Template{}, err
 	}
 	defer c.close()
+	defer c.prune(opts.MaxCacheBytes)
 
 	var lowers []string
+	var bytes int64
 	for i, l := range p.layers {
 		title := fmt.Sprintf("[%d/%d] %s", i+1, len(p.layers)+1, l.title)
 		if !opts.Fresh && c.has(l.key) {
@@ -107,6 +110,9 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 			return sandlot.Template{}, &StepError{l.title, err}
 		}
 		lowers = append([]string{c.layerDir(l.key)}, lowers...)
+		if bytes += c.size(l.key); opts.MaxCacheBytes > 0 && bytes > opts.MaxCacheBytes {
+			return sandlot.Template{}, &StepError{l.title, sandlot.Errorf(sandlot.CodeTooLarge, "the layers are over %d MiB", opts.MaxCacheBytes>>20)}
+		}
 	}
 
 	m := manifest{Template: def.template(), Key: p.key, ImageKey: p.imageKey}
@@ -135,7 +141,6 @@ func buildDefinition(ctx context.Context, def *definition, opts Options) (sandlo
 		}
 		return sandlot.Template{}, err
 	}
-	c.prune()
 	log.say("done, %s, %d MiB, %.1f s", m.Digest, m.ImageBytes>>20, time.Since(started).Seconds())
 	return m.Template, nil
 }

@@ -5,9 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,6 +23,7 @@ import (
 //	DIR/layers/empty  the lowest layer of each stack
 //	DIR/layers/KEY    what one step changed, in overlayfs's form
 //	DIR/layers/KEY.meta  what the layer says of itself, for some; there before the layer is
+//	DIR/layers/KEY.size  its bytes, where a bound asks for them
 //	DIR/layers/.new   the layer that is being made; renamed when it is finished
 //	DIR/mount         where stacks are mounted, in the namespaces of child processes only
 //
@@ -32,6 +37,7 @@ const (
 	newLayer   = ".new"
 	emptyLayer = "empty"
 	metaSuffix = ".meta"
+	sizeSuffix = ".size"
 
 	keepLayersFor = 30 * 24 * time.Hour // since their last use
 	minFreeBytes  = 1 << 30             // a build stops when the disk has less
@@ -130,6 +136,11 @@ func (c *cache) make(ctx context.Context, l layer, lowers []string, log *progres
 	if err := os.Rename(w.upper, final); err != nil {
 		return err
 	}
+	if opts.MaxCacheBytes > 0 {
+		if err := os.WriteFile(final+sizeSuffix, []byte(strconv.FormatInt(diskUse(final), 10)), 0o600); err != nil {
+			return err
+		}
+	}
 	now := time.Now() // the folder's own time is that of its last use
 	return os.Chtimes(final, now, now)
 }
@@ -143,21 +154,62 @@ func (c *cache) stack(lowers []string) job {
 	}
 }
 
-// prune removes layers that no build used for long.
-func (c *cache) prune() {
+// size is what a layer takes on disk, where that was written down; else 0.
+func (c *cache) size(key string) int64 {
+	b, _ := os.ReadFile(c.path(c.layerDir(key) + sizeSuffix))
+	n, _ := strconv.ParseInt(string(b), 10, 64)
+	return n
+}
+
+// diskUse is what the files below dir take. It follows no link.
+func diskUse(dir string) int64 {
+	var total int64
+	_ = filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return nil //nolint:nilerr // what cannot be read does not count
+		}
+		if info, err := d.Info(); err == nil {
+			if st, ok := info.Sys().(*syscall.Stat_t); ok {
+				total += st.Blocks * 512
+			}
+		}
+		return nil
+	})
+	return total
+}
+
+// prune removes layers that no build used for long, and with a bound those that were unused longest over it.
+func (c *cache) prune(most int64) {
 	entries, err := os.ReadDir(filepath.Join(c.dir, "layers"))
 	if err != nil {
 		return
 	}
+	type layer struct {
+		name string
+		used time.Time
+	}
+	var layers []layer
 	for _, e := range entries {
 		info, err := e.Info()
-		if err != nil || e.Name() == emptyLayer || strings.HasPrefix(e.Name(), ".") || strings.HasSuffix(e.Name(), metaSuffix) {
+		if err != nil || e.Name() == emptyLayer || !info.IsDir() || strings.HasPrefix(e.Name(), ".") {
 			continue
 		}
-		if time.Since(info.ModTime()) > keepLayersFor {
-			if os.RemoveAll(c.path(e.Name())) == nil { // else tried again by the next build
-				_ = os.Remove(c.path(e.Name() + metaSuffix))
-			}
+		layers = append(layers, layer{e.Name(), info.ModTime()})
+	}
+	slices.SortFunc(layers, func(a, b layer) int { return b.used.Compare(a.used) })
+	var total int64
+	for _, l := range layers {
+		if most > 0 {
+			b, _ := os.ReadFile(c.path(l.name + sizeSuffix))
+			n, _ := strconv.ParseInt(string(b), 10, 64)
+			total += n
+		}
+		if time.Since(l.used) <= keepLayersFor && (most == 0 || total <= most) {
+			continue
+		}
+		if os.RemoveAll(c.path(l.name)) == nil { // else tried again by the next build
+			_ = os.Remove(c.path(l.name + metaSuffix))
+			_ = os.Remove(c.path(l.name + sizeSuffix))
 		}
 	}
 }
