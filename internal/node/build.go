@@ -146,7 +146,11 @@ func (h *Host) Versions(_ context.Context, project sandlot.ID, name string) ([]T
 		Versions(name string) ([]sandlot.Template, error)
 	}); ok {
 		list, err := s.Versions(name)
-		return infos(list, false), err
+		out := infos(list, false)
+		if len(out) > 0 {
+			out[0].Pool = h.pools.info(name)
+		}
+		return out, err
 	}
 	t, err := h.cfg.Templates.Get(name)
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"sandlot/internal/devserver"
+	"sandlot/internal/testenv"
 	"sandlot/test/live"
 )
 
@@ -153,6 +155,35 @@ func TestOwnTemplates(t *testing.T) {
 		err := s.Call(t.Context(), http.MethodDelete, ownTemplates+"/"+url.PathEscape("web@"+first.Digest), nil, nil)
 		if !errors.As(err, &status) || status.Status != http.StatusConflict {
 			t.Errorf("removing a version in use: %v", err)
+		}
+	})
+	t.Run("command line", func(t *testing.T) {
+		dir := filepath.Join(t.TempDir(), "cli")
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, "template.toml"), []byte("[from]\ntemplate = \"web\"\n[[step]]\nrun = \"echo from the step\"\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		cli := func(args ...string) string {
+			cmd := exec.CommandContext(t.Context(), testenv.Bin(t, "sandlot"), append([]string{"template"}, args...)...)
+			cmd.Env = []string{"SANDLOT_URL=" + s.URL, "SANDLOT_TOKEN=" + s.Token, "SANDLOT_PROJECT=default"}
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Errorf("%q: %v: %s", args, err, out)
+			}
+			return string(out)
+		}
+		for _, step := range []struct {
+			args []string
+			want string
+		}{
+			{[]string{"build", dir}, "from the step"}, {[]string{"list"}, "project"}, {[]string{"inspect", "cli"}, "http.server"},
+			{[]string{"inspect", "--json", "base"}, `"own": false`}, {[]string{"rm", "cli"}, "cli"},
+		} {
+			if out := cli(step.args...); !strings.Contains(out, step.want) {
+				t.Errorf("%q says %q, without %q", step.args, out, step.want)
+			}
 		}
 	})
 	t.Run("start that fails", func(t *testing.T) {
