@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -205,12 +206,42 @@ template = "base"
 [[step]]
 apt = ["figlet"]
 [[step]]
+[step.pip]
+requirements = "requirements.lock"
+python = "/usr/bin/python3.13"
+[[step]]
+run = "python3 -c 'import idna; print(idna.__version__)' >/opt/idna; test ! -e /run/.build"
+[[step]]
 run = "figlet -v >/opt/figlet; test ! -e /usr/sbin/policy-rc.d; test -z \"$(ls /var/lib/apt/lists)\""
-`, nil)
+`, map[string]string{"requirements.lock": locked(t, "pip", "idna")})
 	if err != nil {
 		t.Fatalf("%v\n%s", err, b.log.String())
 	}
-	if got := cat(unpack(t, image), "/opt/figlet"); !strings.Contains(got, "FIGlet") {
+	root := unpack(t, image)
+	if got := cat(root, "/opt/figlet"); !strings.Contains(got, "FIGlet") {
 		t.Errorf("figlet said %q", got)
 	}
+	if got := cat(root, "/opt/idna"); !strings.HasPrefix(got, "3.") {
+		t.Errorf("idna said %q", got)
+	}
+}
+
+// locked takes some packages of the shipped requirements.
+func locked(t *testing.T, names ...string) string {
+	t.Helper()
+	data, err := os.ReadFile("../../templates/python-3.12/requirements.lock")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	taking := false
+	for line := range strings.Lines(string(data)) {
+		if name, _, ok := strings.Cut(line, "=="); ok {
+			taking = slices.Contains(names, name)
+		}
+		if taking {
+			out.WriteString(line)
+		}
+	}
+	return out.String()
 }

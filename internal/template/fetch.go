@@ -110,11 +110,16 @@ func (s *pipStep) apply(ctx context.Context, w *work) error {
 		return errors.New("pip: the locked requirements must hold pip itself")
 	}
 	const at = buildDir + "/wheels"
+	// What a distribution's packages installed pip cannot take away: its own packages go beside them.
+	beside := []string{}
+	if path.Dir(s.Python) == "/usr/bin" {
+		beside = []string{"--ignore-installed"}
+	}
 	return w.exec(ctx, job{
-		Argv: []string{s.Python, path.Join(at, filepath.Base(found[0]), "pip"), "install", "--quiet",
+		Argv: append([]string{s.Python, path.Join(at, filepath.Base(found[0]), "pip"), "install", "--quiet",
 			"--no-index", "--no-deps", "--no-cache-dir", "--no-compile", "--break-system-packages",
 			"--root-user-action=ignore", "--disable-pip-version-check", "--only-binary", ":all:",
-			"--require-hashes", "--find-links", at, "--requirement", at + "/requirements.lock"},
+			"--require-hashes", "--find-links", at, "--requirement", at + "/requirements.lock"}, beside...),
 		Env:   buildEnv(map[string]string{"PYTHONDONTWRITEBYTECODE": "1"}),
 		Binds: map[string]string{wheels: "wheels"},
 	})
