@@ -276,7 +276,14 @@ func (s *stdin) write(ctx context.Context, b []byte) (int, error) {
 func (s *stdin) writeInTurn(ctx context.Context, b []byte) (int, error) {
 	defer func() { <-s.turn }()
 	_ = s.f.SetWriteDeadline(time.Time{})
-	stop := context.AfterFunc(ctx, func() { _ = s.f.SetWriteDeadline(time.Unix(1, 0)) })
-	defer stop()
-	return s.f.Write(b)
+	late := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		_ = s.f.SetWriteDeadline(time.Unix(1, 0))
+		close(late)
+	})
+	n, err := s.f.Write(b)
+	if !stop() {
+		<-late // or it would end the next one's turn
+	}
+	return n, err
 }

@@ -69,7 +69,10 @@ func (ts *terminals) open(id *identity, in *wire.NewTerminal) (*terminal, error)
 	if err := checkWindow(in.WindowSize); err != nil {
 		return nil, err
 	}
-	if err := checkEnv(in.Env); err != nil {
+	if len(in.Argv) == 0 {
+		in.Argv = []string{"bash", "-l"}
+	}
+	if err := checkExec(&wire.Exec{Argv: in.Argv, Env: in.Env}); err != nil {
 		return nil, err
 	}
 	if in.ID == "" || len(in.ID) > 64 || strings.ContainsAny(in.ID, "/\x00") {
@@ -214,9 +217,6 @@ func (a *Agent) startTerminal(id *identity, in *wire.NewTerminal) (*terminal, er
 		env[k] = v
 	}
 	e := &wire.Exec{Argv: in.Argv, Cwd: in.Cwd, Env: env, User: in.User}
-	if len(e.Argv) == 0 {
-		e.Argv = []string{"bash", "-l"}
-	}
 	t := &terminal{id: in.ID, master: master, in: newStdin(master), size: in.WindowSize, viewers: make(map[*viewer]struct{})}
 	t.changed = sync.NewCond(&t.mu)
 	t.p, err = a.launchIn(id, u, e, nil, []int{slave, slave, slave}, nil, nil, true)
@@ -246,6 +246,9 @@ func (t *terminal) read() {
 		if n > 0 {
 			t.show(buf[:n])
 		}
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			t.rest(buf)
+		}
 		if err != nil {
 			break // EIO: no program has it any more
 		}
@@ -258,6 +261,22 @@ func (t *terminal) read() {
 	t.changed.Broadcast()
 	t.mu.Unlock()
 	_ = t.master.Close()
+}
+
+// rest takes what is in the terminal when its program has ended, which a viewer may have kept read from taking.
+func (t *terminal) rest(buf []byte) {
+	raw, err := t.master.SyscallConn()
+	if err != nil {
+		return
+	}
+	for left := 1 << 20; left > 0; { // what still runs may write without end
+		var n int
+		if raw.Control(func(fd uintptr) { n, err = syscall.Read(int(fd), buf) }) != nil || err != nil || n <= 0 {
+			return
+		}
+		t.show(buf[:n])
+		left -= n
+	}
 }
 
 // show keeps output for the viewers. While one of them keeps up, it is not outrun; one that does not move
@@ -309,15 +328,18 @@ func (t *terminal) view() (*viewer, error) {
 }
 
 // first is the offset of the oldest output that can be shown by itself: the ring's start, or when what came
-// before is lost, the next line's, or the next character's. The caller holds mu.
+// before is lost, the next line's or control sequence's, or the next character's. The caller holds mu.
 func (t *terminal) first() int64 {
 	oldest := t.end - int64(len(t.ring))
 	if oldest <= 0 {
 		return 0
 	}
 	b := t.bytes(oldest, 4<<10)
-	if i := bytes.IndexByte(b, '\n'); i >= 0 {
-		return oldest + int64(i) + 1
+	if i := bytes.IndexAny(b, "\n\x1b"); i >= 0 {
+		if b[i] == '\n' {
+			i++
+		}
+		return oldest + int64(i)
 	}
 	for i := range min(utf8.UTFMax, len(b)) {
 		if utf8.RuneStart(b[i]) {
@@ -421,16 +443,35 @@ func (t *terminal) write(ctx context.Context, b []byte) error {
 
 // close hangs up, and kills what does not go.
 func (t *terminal) close() {
-	if t.p.running() {
-		_ = syscall.Kill(-t.p.pid, syscall.SIGHUP)
-		_ = syscall.Kill(-t.p.pid, syscall.SIGCONT)
-		select {
-		case <-t.p.done:
-		case <-time.After(hangUpPatience):
-		}
+	// A session's number is not given to another process while the session has members: where the shell is
+	// gone but a process has its pid, nothing of the terminal's is left.
+	if !t.p.running() && isDir("/proc/"+itoa(t.p.pid)) {
+		return
+	}
+	// A shell does not tell what it has put into the background, or what it was replaced by, in every case.
+	for _, pid := range members(t.p.pid) {
+		_ = syscall.Kill(pid, syscall.SIGHUP)
+		_ = syscall.Kill(pid, syscall.SIGCONT)
+	}
+	for end := time.Now().Add(hangUpPatience); len(members(t.p.pid)) > 0 && time.Now().Before(end); {
+		time.Sleep(2 * time.Millisecond)
 	}
 	killTree(t.p.pid)
 	<-t.p.done
+}
+
+// members are the processes of a session that run.
+func members(session int) []int {
+	var out []int
+	for pid := range pids() {
+		if sid, err := unix.Getsid(pid); err != nil || sid != session {
+			continue
+		}
+		if st, ok := readStat(pid); ok && st.state != 'Z' && st.state != 'X' {
+			out = append(out, pid)
+		}
+	}
+	return out
 }
 
 func (t *terminal) describe() wire.Terminal {

@@ -2,7 +2,6 @@ package agent
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"net/http"
 
@@ -95,7 +94,7 @@ func (a *Agent) serveTerminalStream(w http.ResponseWriter, r *http.Request) erro
 			return nil
 		}
 		if skipped > 0 {
-			_ = fw.frame(wire.FrameStdout, fmt.Appendf(nil, "\r\n[%d bytes were too fast for this viewer]\r\n", skipped))
+			fw.json(wire.FrameSkipped, wire.Skipped{Bytes: skipped})
 		}
 		if len(b) == 0 {
 			break

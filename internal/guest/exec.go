@@ -156,6 +156,7 @@ type ExecStream struct {
 	started wire.Started
 	exit    wire.Exit
 	ended   bool
+	viewer  bool // of a terminal: it may miss something
 }
 
 // frames makes a call that is answered with frames. With whole, all of it must be over by then.
@@ -196,6 +197,11 @@ func (s *ExecStream) Next() (kind byte, payload []byte, err error) {
 	switch kind {
 	case wire.FrameStdout, wire.FrameStderr, wire.FramePing:
 		return kind, payload, nil
+	case wire.FrameSkipped:
+		var missed wire.Skipped
+		if s.viewer && json.Unmarshal(payload, &missed) == nil && missed.Bytes > 0 {
+			return kind, payload, nil
+		}
 	case wire.FrameExit:
 		var exit wire.Exit
 		if json.Unmarshal(payload, &exit) != nil || exit.ExitCode < 0 || exit.ExitCode > 255 || exit.DurationUS < 0 || !validSignal(exit.Signal) {

@@ -60,9 +60,14 @@ func validTerminal(t wire.Terminal) bool {
 		t.Viewers >= 0 && t.Viewers <= maxViewers && (t.ExitCode == nil || *t.ExitCode >= 0 && *t.ExitCode <= 255)
 }
 
-// TerminalStream replays what a terminal showed last and goes on until it ends. Fails with CodeNotFound or CodeRateLimited.
+// TerminalStream replays what a terminal showed last and goes on until it ends; its Next may return FrameSkipped too. Fails
+// with CodeNotFound or CodeRateLimited.
 func (c *Client) TerminalStream(ctx context.Context, id string) (*ExecStream, error) {
-	return c.frames(ctx, request{method: http.MethodGet, path: terminalPath(id, "stream")}, 0, false)
+	s, err := c.frames(ctx, request{method: http.MethodGet, path: terminalPath(id, "stream")}, 0, false)
+	if err == nil {
+		s.viewer = true
+	}
+	return s, err
 }
 
 // TerminalInput types b. Fails with CodeNotFound, CodeConflict (it has ended) or CodeTimeout (its program does not read).

@@ -4,11 +4,19 @@ import "time"
 
 // PathTerminals is where terminals are: POST NewTerminal → Terminal; GET → []Terminal; DELETE …/{id}; POST …/{id}/resize
 // WindowSize; POST …/{id}/input bytes; GET …/{id}/stream → frames as of an exec: FrameStarted, then what the terminal
-// showed last and what it shows from now on as FrameStdout, and FrameExit.
+// showed last and what it shows from now on as FrameStdout, FrameSkipped where this viewer was too slow, and FrameExit.
 const PathTerminals = "/terminals"
 
 // TerminalReplay is how many bytes of a terminal's output a new viewer gets at most.
 const TerminalReplay = 256 << 10
+
+// FrameSkipped is a Skipped as JSON: between what was shown before and what comes next, something is missing.
+const FrameSkipped byte = 10
+
+// Skipped says what a slow viewer missed.
+type Skipped struct {
+	Bytes int64 `json:"bytes"`
+}
 
 // NewTerminal asks for a terminal.
 type NewTerminal struct {
