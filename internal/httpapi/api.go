@@ -10,6 +10,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"sandlot"
@@ -55,6 +56,7 @@ type API struct {
 	meter   *meter
 	open    bool
 
+	streams  atomic.Int64    // open ones
 	drain    context.Context // ends when streams are to end
 	stopping context.CancelFunc
 	hard     context.Context // ends when every request is to end
@@ -235,6 +237,17 @@ func (o *operation) serve(call *call, w http.ResponseWriter, r *http.Request) er
 			return err
 		}
 		call.project = q.Grant.Project.Ref
+		q.Again = func() error {
+			p, err := a.authenticate(r)
+			if err == nil {
+				_, err = a.authz.Authorize(r.Context(), p, op.Action, r.PathValue("ref"))
+			}
+			return err
+		}
+	}
+	if op.Stream {
+		a.streams.Add(1)
+		defer a.streams.Add(-1)
 	}
 	if err := q.CheckQuery(); err != nil {
 		return err

@@ -40,6 +40,13 @@ func (s *Server) Serve(ln net.Listener) error {
 func (s *Server) Shutdown(ctx context.Context) error {
 	s.api.stopping()
 	err := s.http.Shutdown(ctx)
+	for err == nil && s.api.streams.Load() > 0 { // WebSockets, which http.Server knows nothing of any more
+		select {
+		case <-ctx.Done():
+			err = ctx.Err()
+		case <-time.After(5 * time.Millisecond):
+		}
+	}
 	if err == nil {
 		return nil
 	}

@@ -1,7 +1,6 @@
 package projectapi
 
 import (
-	"context"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -9,7 +8,6 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/coder/websocket"
 	"github.com/danielgtaylor/huma/v2"
 
 	"sandlot"
@@ -80,15 +78,10 @@ type terminalEvent struct {
 	Data []byte `json:"data"` // base64
 }
 
-// socketMessage is a text message of the WebSocket, either way.
-type socketMessage struct {
-	Type     string `json:"type"`
-	Cols     int    `json:"cols,omitempty"`
-	Rows     int    `json:"rows,omitempty"`
-	Data     string `json:"data,omitempty"`
-	ExitCode *int   `json:"exit_code,omitempty"`
-	Signal   string `json:"signal,omitempty"`
-	Error    any    `json:"error,omitempty"`
+// skippedEvent says what a slow viewer missed.
+type skippedEvent struct {
+	Type  string `json:"type"`
+	Bytes int64  `json:"bytes"`
 }
 
 func (a api) terminals() []*route.Operation {
@@ -109,14 +102,17 @@ func (a api) terminals() []*route.Operation {
 			ID: "streamTerminal", Method: http.MethodGet, Path: at + "/{sid}/stream", Tag: "terminal", Action: authz.Write,
 			Raw: "text/event-stream", Stream: true, Summary: "Watch a terminal",
 			Detail: "First the last 256 KiB that it showed, then what it shows: events `{\"type\":\"output\",\"data\":base64}` and at its end " +
-				"`{\"type\":\"exit\",\"exit_code\":…}`. A viewer that is too slow misses output, which a line in it says. To watch is no activity; to type is.",
+				"`{\"type\":\"exit\",\"exit_code\":…}`. A viewer that is too slow misses output, where `{\"type\":\"skipped\",\"bytes\":…}` says so. " +
+				"To watch is no activity; to type is.",
 			Codes: append(codes, sandlot.CodeShuttingDown), Handle: a.terminalStream,
 		},
 		{
 			ID: "connectTerminal", Method: http.MethodGet, Path: at + "/{sid}/ws", Tag: "terminal", Action: authz.Write,
 			Raw: "application/octet-stream", Stream: true, Summary: "Watch and type through a WebSocket",
 			Detail: "Binary messages are the terminal's bytes, both ways, the last 256 KiB that it showed first. Text messages are JSON: the client's " +
-				"`{\"type\":\"resize\",\"cols\":…,\"rows\":…}` and `{\"type\":\"input\",\"data\":…}`, the server's `{\"type\":\"exit\",\"exit_code\":…}` before it closes.",
+				"`{\"type\":\"resize\",\"cols\":…,\"rows\":…}` and `{\"type\":\"input\",\"data\":…}`, the server's `{\"type\":\"exit\",\"exit_code\":…}` " +
+				"before it closes, `{\"type\":\"skipped\",\"bytes\":…}` where the client was too slow, and `{\"type\":\"error\",\"error\":…}` for what " +
+				"could not be done. A page may connect only to its own origin.",
 			Codes: append(codes, sandlot.CodeShuttingDown), Handle: a.terminalSocket,
 		},
 		{
@@ -191,6 +187,7 @@ func (a api) terminalStream(q *route.Request) error {
 	sse := route.NewSSE(q, cancel)
 	defer sse.End()
 	err = watchTerminal(s, func(b []byte) error { return sse.Event(terminalEvent{"output", b}) },
+		func(n int64) error { return sse.Event(skippedEvent{"skipped", n}) },
 		func(x wire.Exit) error {
 			return sse.Event(exitEvent{"exit", x.ExitCode, x.Signal, x.TimedOut, float64(x.DurationUS) / 1000})
 		})
@@ -201,8 +198,8 @@ func (a api) terminalStream(q *route.Request) error {
 	return err
 }
 
-// watchTerminal gives what a terminal shows to output, and its end to exit.
-func watchTerminal(s *service.Stream, output func([]byte) error, exit func(wire.Exit) error) error {
+// watchTerminal gives what a terminal shows to output, the bytes that were missed to skipped, and its end to exit.
+func watchTerminal(s *service.Stream, output func([]byte) error, skipped func(int64) error, exit func(wire.Exit) error) error {
 	for {
 		kind, payload, err := s.Next()
 		if errors.Is(err, io.EOF) {
@@ -212,6 +209,11 @@ func watchTerminal(s *service.Stream, output func([]byte) error, exit func(wire.
 		case err != nil:
 		case kind == wire.FrameStdout:
 			err = output(payload)
+		case kind == wire.FrameSkipped:
+			var missed wire.Skipped
+			if err = json.Unmarshal(payload, &missed); err == nil {
+				err = skipped(missed.Bytes)
+			}
 		case kind == wire.FrameExit:
 			var x wire.Exit
 			if err = json.Unmarshal(payload, &x); err == nil {
@@ -222,131 +224,6 @@ func watchTerminal(s *service.Stream, output func([]byte) error, exit func(wire.
 			return err
 		}
 	}
-}
-
-func (a api) terminalSocket(q *route.Request) error {
-	id, err := q.SandboxID()
-	if err != nil {
-		return err
-	}
-	ctx, cancel := q.Stream()
-	defer cancel()
-	s, err := a.service.TerminalStream(ctx, q.Grant, id, q.R.PathValue("sid"))
-	if err != nil {
-		return route.Cause(ctx, err)
-	}
-	defer s.Close()
-	// A page of another origin has no token to send: browsers cannot set the header, and no cookie stands for it. Accept
-	// checks the origin all the same.
-	c, err := websocket.Accept(q.W, q.R, &websocket.AcceptOptions{CompressionMode: websocket.CompressionDisabled})
-	if err != nil {
-		return nil // it has answered
-	}
-	defer func() { _ = c.CloseNow() }()
-	c.SetReadLimit(maxSocketMessage)
-	t := socket{a: a, q: q, c: c, id: id, sid: q.R.PathValue("sid")}
-	go func() {
-		defer cancel()
-		t.read(ctx)
-	}()
-	go t.beat(ctx, cancel)
-	err = watchTerminal(s, func(b []byte) error { return t.write(ctx, websocket.MessageBinary, b) },
-		func(x wire.Exit) error {
-			return t.say(ctx, socketMessage{Type: "exit", ExitCode: &x.ExitCode, Signal: x.Signal})
-		})
-	switch err = route.Cause(ctx, err); {
-	case err == nil:
-		_ = c.Close(websocket.StatusNormalClosure, "the terminal has ended")
-	case errors.Is(err, route.ErrShuttingDown):
-		_ = c.Close(websocket.StatusGoingAway, "the server is stopping")
-	case ctx.Err() == nil:
-		_, body := route.Failure(err, q.ID)
-		_ = t.say(ctx, socketMessage{Type: "error", Error: body})
-		_ = c.Close(websocket.StatusInternalError, "the terminal cannot be watched any more")
-	}
-	return nil
-}
-
-const maxSocketMessage = 96 << 10 // bytes of a client's message: an input as JSON
-
-// socket is one viewer's WebSocket.
-type socket struct {
-	a   api
-	q   *route.Request
-	c   *websocket.Conn
-	id  sandlot.ID
-	sid string
-}
-
-// write gives the client a beat's time to take a message.
-func (t socket) write(ctx context.Context, kind websocket.MessageType, b []byte) error {
-	ctx, cancel := context.WithTimeout(ctx, t.q.Beat)
-	defer cancel()
-	return t.c.Write(ctx, kind, b)
-}
-
-func (t socket) say(ctx context.Context, m socketMessage) error {
-	b, err := json.Marshal(m)
-	if err != nil {
-		return err
-	}
-	return t.write(ctx, websocket.MessageText, b)
-}
-
-// beat ends the stream of a client that does not answer pings.
-func (t socket) beat(ctx context.Context, gone func()) {
-	tick := time.NewTicker(t.q.Beat)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
-		pinging, cancel := context.WithTimeout(ctx, t.q.Beat)
-		err := t.c.Ping(pinging)
-		cancel()
-		if err != nil {
-			gone()
-			return
-		}
-	}
-}
-
-// read does what the client says until it goes away. What cannot be done is told and changes nothing.
-func (t socket) read(ctx context.Context) {
-	for {
-		kind, b, err := t.c.Read(ctx)
-		if err != nil {
-			return
-		}
-		if kind == websocket.MessageText {
-			err = t.order(ctx, b)
-		} else {
-			err = t.a.service.TerminalInput(ctx, t.q.Grant, t.id, t.sid, b)
-		}
-		if err == nil {
-			continue
-		}
-		_, body := route.Failure(err, t.q.ID)
-		if t.say(ctx, socketMessage{Type: "error", Error: body}) != nil {
-			return
-		}
-	}
-}
-
-func (t socket) order(ctx context.Context, b []byte) error {
-	var m socketMessage
-	if json.Unmarshal(b, &m) != nil {
-		return sandlot.Errorf(sandlot.CodeInvalidRequest, "a text message is a JSON object; bytes to type go into binary messages")
-	}
-	switch m.Type {
-	case "resize":
-		return t.a.service.ResizeTerminal(ctx, t.q.Grant, t.id, t.sid, m.Cols, m.Rows)
-	case "input":
-		return t.a.service.TerminalInput(ctx, t.q.Grant, t.id, t.sid, []byte(m.Data))
-	}
-	return sandlot.Errorf(sandlot.CodeInvalidRequest, "a text message's type is resize or input").With("field", "type")
 }
 
 func (a api) terminalInput(q *route.Request) error {

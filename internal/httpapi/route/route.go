@@ -7,6 +7,7 @@ package route
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net/http"
 	"strings"
@@ -59,6 +60,8 @@ type Request struct {
 	Grant    authz.Grant
 	Received time.Time
 	Log      *slog.Logger
+	// Again asks whether the caller may still do this: a token can be revoked while a stream lasts. Nil where anybody may.
+	Again func() error
 	// Drain ends when streams are to end.
 	Drain context.Context //nolint:containedctx // the server's, not the call's
 	// Beat is the time between signs of life on a silent stream.
@@ -71,20 +74,43 @@ type Request struct {
 func (q *Request) Context() context.Context { return q.R.Context() }
 
 // Stream is the context of a stream: it also ends, with cause ErrShuttingDown, when the server begins to
-// stop. Calls that only take long have until it has to.
+// stop, and within a beat when the caller may not do this any more. Calls that only take long have until they end.
 func (q *Request) Stream() (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(q.Context())
 	stop := context.AfterFunc(q.Drain, func() { cancel(ErrShuttingDown) })
+	if q.Again != nil {
+		go q.permitted(ctx, cancel)
+	}
 	return ctx, func() {
 		stop()
 		cancel(nil)
 	}
 }
 
-// Cause is err, or ErrShuttingDown when that is why ctx ended.
+// permitted ends a stream whose caller may not have it any more. A store that fails changes nothing.
+func (q *Request) permitted(ctx context.Context, refuse context.CancelCauseFunc) {
+	tick := time.NewTicker(q.Beat)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		err := q.Again()
+		switch sandlot.ErrorCode(err) {
+		case sandlot.CodeUnauthorized, sandlot.CodeForbidden:
+			refuse(err)
+			return
+		}
+	}
+}
+
+// Cause is err, or when that is why ctx ended ErrShuttingDown or the refusal of who may not have a stream any more.
 func Cause(ctx context.Context, err error) error {
-	if err != nil && context.Cause(ctx) == error(ErrShuttingDown) { //nolint:errorlint // the value itself
-		return ErrShuttingDown
+	var e *sandlot.Error
+	if err != nil && errors.As(context.Cause(ctx), &e) {
+		return e
 	}
 	return err
 }
