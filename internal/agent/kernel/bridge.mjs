@@ -3,16 +3,18 @@
 import fs from "node:fs";
 import module from "node:module";
 import path from "node:path";
-import { inspect } from "node:util";
+import { inspect, types } from "node:util";
 import vm from "node:vm";
 
 const CONTROL = 3;
 const MAX_TEXT = 1 << 20; // characters of one text/plain
 const MAX_MESSAGE = 32 << 20; // bytes of one message
+const MAX_JSON = 4 << 20; // characters of one application/json: a value beyond it has its text only
 const inBun = typeof Bun !== "undefined";
 const here = import.meta.url;
 
-let cell = { id: 0, count: 0 };
+let cell = { id: 0, count: 0, lines: [] };
+const moved = new Set(); // cells whose lines are not where their code has them
 let interrupt = null; // rejects the cell that runs
 
 function send(message) {
@@ -36,12 +38,16 @@ function isPlain(v, depth = 0) {
 
 function bundle(v) {
   const data = {};
-  const own = v && typeof v === "object" && typeof v.toMimeBundle === "function" ? v.toMimeBundle() : null;
-  if (own && looksLikeBundle(own)) Object.assign(data, own);
+  let json = false;
+  try {
+    const own = v && typeof v === "object" && typeof v.toMimeBundle === "function" ? v.toMimeBundle() : null;
+    if (own && looksLikeBundle(own)) Object.assign(data, own);
+    json = v && typeof v === "object" && !data["application/json"] && isPlain(v) && JSON.stringify(v).length <= MAX_JSON;
+  } catch { /* a getter or a proxy that throws: its text is shown */ }
   let text = v instanceof Error && typeof v.stack === "string" && !Object.keys(v).length ? clean(v.stack) : inspect(v, { maxArrayLength: 1000, maxStringLength: MAX_TEXT });
   if (text.length > MAX_TEXT) text = text.slice(0, MAX_TEXT) + "\n… " + (text.length - MAX_TEXT) + " more characters";
   data["text/plain"] ??= text;
-  if (v && typeof v === "object" && !data["application/json"] && isPlain(v)) data["application/json"] = v;
+  if (json) data["application/json"] = v;
   return data;
 }
 
@@ -58,13 +64,18 @@ globalThis.display = (v) => publish(looksLikeBundle(v) ? { ...v } : bundle(v), f
 
 function fail(e) {
   if (e && e.code === "ERR_SCRIPT_EXECUTION_INTERRUPTED") e = new Interrupted();
-  if (inBun && e?.name === "BuildMessage") e = Object.assign(new SyntaxError(e.message), { stack: `SyntaxError: ${e.message}` });
+  if (inBun && e instanceof AggregateError && e.errors?.[0]?.name === "BuildMessage") e = e.errors[0];
+  if (inBun && e?.name === "BuildMessage") {
+    const at = e.position ? `cell ${cell.count}:${e.position.line}\n${e.position.lineText}\n${" ".repeat(Math.max(0, e.position.column - 1))}^\n\n` : "";
+    e = Object.assign(new SyntaxError(e.message), { stack: `${at}SyntaxError: ${e.message}` });
+  }
   const isError = e instanceof Error || Object.prototype.toString.call(e) === "[object Error]";
   let name = "Error", value, traceback;
   try {
     name = isError ? String(e.name || e.constructor?.name || "Error") : "Error";
     value = isError ? String(e.message) : typeof e === "string" ? e : inspect(e);
     traceback = isError && typeof e.stack === "string" ? clean(e.stack) : value;
+    for (let c = e?.cause, n = 0; n < 8 && c instanceof Error && typeof c.stack === "string"; c = c.cause, n++) traceback += "\n  [cause]: " + clean(c.stack);
   } catch {
     value = traceback = "an error that cannot be shown";
   }
@@ -73,7 +84,12 @@ function fail(e) {
 
 // clean cuts a stack where this program's own part of it begins.
 function clean(stack) {
-  const lines = stack.split("\n");
+  let lines = stack.split("\n");
+  const own = /^cell (\d+):(\d+)$/.exec(lines[0]); // of a syntax error: the line that follows is as it was rewritten
+  if (own && +own[1] === cell.count && cell.lines[own[2] - 1]?.length === lines[1]?.length) lines[1] = cell.lines[own[2] - 1];
+  lines = lines.map((l) => l.replace(/\bcell (\d+):\d+(?::\d+)?/, (all, n) => (moved.has(+n) ? `cell ${n}` : all)));
+  // Frames of the function around a cell that awaits are below its last line.
+  lines = lines.filter((l) => { const m = /^\s+at .*?\bcell (\d+):(\d+):\d+\)?$/.exec(l); return !m || +m[1] !== cell.count || +m[2] <= cell.lines.length; });
   const at = lines.findIndex((l) => /^\s+at /.test(l) && (l.includes(here) || l.includes("bridge.mjs") || /runInThisContext/.test(l) || /\(?node:(vm|repl|internal|domain)/.test(l)));
   return (at < 0 ? lines : lines.slice(0, at)).join("\n").trimEnd();
 }
@@ -89,13 +105,14 @@ class Interrupted extends Error {
 // Code. Node's REPL evaluates it, for its top-level await; Bun's transpiler has a mode for it. What either leaves
 // is done here: declarations that may come again in a later cell, and imports.
 
-// declarations finds the statements at the top of code that begin with one of the words, by reading over
-// strings, templates, comments, regular expressions and brackets.
+// statements finds those at the top of code that begin with one of the words, by reading over strings, templates,
+// comments, regular expressions and brackets. end is where the body of a class ends.
 function statements(code) {
   const found = [];
   const stack = [];
   let start = true; // a statement may begin here
   let value = false; // a "/" here divides
+  let last = ""; // the word before this, if it is next to it
   let i = 0;
   const n = code.length;
   while (i < n) {
@@ -127,17 +144,29 @@ function statements(code) {
       value = true; start = false; continue;
     }
     if (/[\w$\u0080-\uffff]/.test(c)) {
-      const at = i;
+      const at = i, member = code[i - 1] === "." && code[i - 2] !== ".";
       for (; i < n && /[\w$\u0080-\uffff]/.test(code[i]); i++);
       const word = code.slice(at, i);
+      last = member ? "" : word;
       if (start && !stack.length && ["const", "let", "class", "import", "export"].includes(word)) found.push({ word, at });
-      value = !/^(?:return|typeof|case|in|of|do|else|void|delete|throw|new|instanceof|yield|await)$/.test(word);
+      value = member || !/^(?:return|typeof|case|in|of|do|else|void|delete|throw|new|instanceof|yield|await)$/.test(word);
       start = /^(?:export|default)$/.test(word) ? start : false;
       continue;
     }
-    if ("([{".includes(c)) { stack.push(c); value = false; start = false; }
-    else if (")]}".includes(c)) { stack.pop(); value = c !== "}"; start = c === "}" && !stack.length; }
-    else { value = false; start = c === ";" && !stack.length; }
+    if ("([{".includes(c)) {
+      stack.push(c === "(" && /^(?:if|while|for|with)$/.test(last) ? "if" : c);
+      value = start = false;
+    } else if (")]}".includes(c)) {
+      value = stack.pop() !== "if" && c !== "}"; // after if (…) a "/" begins a regular expression
+      start = c === "}" && !stack.length;
+      if (start && found.at(-1)?.word === "class") found.at(-1).end ??= i + 1;
+    } else {
+      const twice = (c === "+" || c === "-") && code[i + 1] === c;
+      if (twice) i++;
+      else value = false; // x++ is a value still
+      start = c === ";" && !stack.length;
+    }
+    last = "";
     i++;
   }
   return found;
@@ -147,7 +176,7 @@ const IMPORT = /^import\s+(?:type\s+[^;'"]*?from\s*["'][^"']+["']|(?:([^;'"]*?)\
 
 function importOf(clause, from, attributes) {
   const load = `await import(${JSON.stringify(from)}${attributes ? `, {with: ${attributes}}` : ""})`;
-  if (!clause) return load + ";";
+  if (!clause) return `void (${load});`;
   const names = [];
   let rest = clause.trim(), space = null;
   const first = /^([\w$]+)\s*(?:,\s*|$)/.exec(rest);
@@ -165,17 +194,22 @@ function importOf(clause, from, attributes) {
 }
 
 // rewrite turns what may stand only once, or only in a module, into what may come again: const and let become var,
-// a class a variable's value, an import a dynamic one. Lines stay where they are.
-function rewrite(code) {
+// a class a variable's value, an import a dynamic one. Lines stay where they are. words: those alone.
+function rewrite(code, words) {
   let out = "", at = 0;
   for (const s of statements(code)) {
-    if (s.at < at) continue;
+    if (s.at < at || (words && !words.includes(s.word))) continue;
     const rest = code.slice(s.at);
+    let end = null;
     let to = null, length = s.word.length;
     if (s.word === "const" && !/^const\s+enum\b/.test(rest)) to = "var  ";
-    else if (s.word === "let" && /^let\s*[\w$[{]/.test(rest)) to = "var";
-    else if (s.word === "export") { const m = /^export\s+(?:default\s+)?(?=[\w$({["'`])/.exec(rest); if (m) { to = ""; length = m[0].length; } }
-    else if (s.word === "class") { const m = /^class\s+([\w$]+)/.exec(rest); if (m && m[1] !== "extends") to = `var ${m[1]} = class`; }
+    else if (s.word === "let") {
+      const bare = /^let(\s+[\w$\u0080-\uffff]+)(?=[ \t]*(?:;|$|\n\s*(?![=,])))/.exec(rest); // is undefined once more
+      if (bare) { to = `var${bare[1]} = void 0`; length = bare[0].length; }
+      else if (/^let\s*[\w$[{\u0080-\uffff]/.test(rest)) to = "var";
+    }
+    else if (s.word === "export") { const m = /^export\s+(?:(default\s+)(?!(?:async\s+)?function\b\s*\*?\s*[\w$]|class\s+(?!extends\b)[\w$])|default\s+)?(?=[\w$({["'`])/.exec(rest); if (m) { to = m[1] ? "_ = " : ""; length = m[0].length; } }
+    else if (s.word === "class") { const m = /^class\s+([\w$\u0080-\uffff]+)/.exec(rest); if (m && m[1] !== "extends") { to = `var ${m[1]} = class`; end = s.end; } }
     else if (s.word === "import" && !/^import\s*[.(]/.test(rest)) {
       const m = IMPORT.exec(rest);
       if (m) { to = m[3] ? importOf(m[1], m[3], m[4]) : ""; length = m[0].length; to += "\n".repeat(m[0].split("\n").length - 1); }
@@ -183,6 +217,7 @@ function rewrite(code) {
     if (to === null) continue;
     out += code.slice(at, s.at) + to;
     at = s.at + length;
+    if (end) { out += code.slice(at, end) + ";"; at = end; } // or a "(" on the next line would call it
   }
   return out + code.slice(at);
 }
@@ -202,14 +237,32 @@ function plain(code, language) {
   }
 }
 
+// parenthesized makes an object of what could be a block.
+function parenthesized(js) {
+  if (/^\s*\{/.test(js) && !/;\s*$/.test(js)) {
+    try { new vm.Script(`(${js}\n)`); return `(${js}\n)`; } catch { /* a block, not an object */ }
+  }
+  return js;
+}
+
 async function makeEvaluator() {
   globalThis.require = module.createRequire(path.join(process.cwd(), "cell.js"));
   if (inBun) {
     const transpilers = {};
+    const options = () => ({ filename: `cell ${cell.count}`, importModuleDynamically: vm.constants?.USE_MAIN_CONTEXT_DEFAULT_LOADER });
     return async (code, language) => {
+      // The transpiler moves lines and tells nobody where to, so what does not need it runs as it is.
+      if (language !== "typescript" && !/\b(?:await|import|export)\b/.test(code)) {
+        let plain = null;
+        try { plain = new vm.Script(parenthesized(rewrite(code)), options()); } catch { /* the transpiler says what is wrong, or it is JSX */ }
+        if (plain) return plain.runInThisContext();
+      }
       const t = (transpilers[language] ??= new Bun.Transpiler({ loader: language === "typescript" ? "tsx" : "jsx", replMode: true, target: "bun" }));
-      const made = await vm.runInThisContext(t.transformSync(code), { filename: `cell ${cell.count}`, importModuleDynamically: vm.constants?.USE_MAIN_CONTEXT_DEFAULT_LOADER });
-      return made && typeof made === "object" && "value" in made ? made.value : undefined;
+      const js = t.transformSync(rewrite(code, ["export"]));
+      moved.add(cell.count);
+      const made = await vm.runInThisContext(js, options());
+      const value = made && typeof made === "object" && "value" in made ? made.value : undefined;
+      return types.isModuleNamespaceObject(value) && /(?:^|\n)\s*import\s*["'][^\n]*\s*$/.test(code) ? undefined : value;
     };
   }
   const { default: repl } = await import("node:repl");
@@ -218,6 +271,9 @@ async function makeEvaluator() {
   output.on("data", (b) => process.stderr.write(b)); // what a timer throws after its cell
   const r = repl.start({ prompt: "", input: new PassThrough(), output, terminal: false, useGlobal: true, breakEvalOnSigint: true, ignoreUndefined: true });
   r.removeAllListeners("SIGINT");
+  // What a cell prints of an error has no frames of this program either.
+  const head = (e) => (/^ERR_/.test(e.code) && !e.name.includes("[") ? `${e.name} [${e.code}]: ${e.message}` : Error.prototype.toString.call(e));
+  Error.prepareStackTrace = (e, frames) => clean([head(e), ...frames.map((f) => "    at " + f)].join("\n"));
   r.underscoreAssigned = true; // it is ours to set
   // What code throws, at once or where it awaits, reaches the REPL's domain and not its callback; so does what a
   // timer throws later.
@@ -226,10 +282,7 @@ async function makeEvaluator() {
   r._domain.on("error", (e) => (thrown ? thrown(e) : process.stderr.write("Uncaught " + (e instanceof Error ? clean(e.stack ?? String(e)) : inspect(e)) + "\n")));
   return (code, language) =>
     new Promise((resolve, reject) => {
-      let js = rewrite(plain(code, language));
-      if (/^\s*\{/.test(js) && !/;\s*$/.test(js)) {
-        try { new vm.Script(`(${js.trim()}\n)`); js = `(${js.trim()}\n)`; } catch { /* a block, not an object */ }
-      }
+      const js = parenthesized(rewrite(plain(code, language)));
       thrown = reject;
       process.off("SIGINT", onSigint); // a handler here takes the signal from the one that stops an endless loop
       r.eval(js + "\n", r.context, `cell ${cell.count}`, (err, value) => {
@@ -245,7 +298,7 @@ async function makeEvaluator() {
 let evaluate;
 
 async function run(message) {
-  cell = { id: message.id, count: cell.count + 1 };
+  cell = { id: message.id, count: cell.count + 1, lines: message.code.split("\n") };
   const stopped = new Promise((_, reject) => { interrupt = reject; });
   stopped.catch(() => {});
   const alive = setInterval(() => {}, 1 << 30); // an await that nothing will end is the cell's, not this program's end
@@ -264,7 +317,9 @@ function done() {
   send({ type: "done", id: cell.id, count: cell.count });
 }
 
-const onSigint = () => interrupt?.(new Interrupted()); // what Bun runs without a pause it does not stop: the agent replaces it then
+// What Bun runs without a pause this does not stop, nor what Node does after an await (the REPL's guard is over then):
+// the agent replaces the kernel.
+const onSigint = () => interrupt?.(new Interrupted());
 process.on("SIGINT", onSigint);
 process.on("unhandledRejection", (e) => (interrupt ? interrupt(e) : process.stderr.write("Uncaught (in promise) " + inspect(e) + "\n")));
 if (inBun) process.on("uncaughtException", (e) => (interrupt ? interrupt(e) : process.stderr.write("Uncaught " + inspect(e) + "\n")));

@@ -4,9 +4,11 @@ Only the standard library is imported at the start. IPython, where a template ha
 magic or a !command that it alone understands.
 """
 
+import __future__
 import ast
 import builtins
 import codecs
+import contextlib
 import faulthandler
 import io
 import json
@@ -21,6 +23,7 @@ import time
 import types
 import warnings
 
+__name__ = "sandlot"  # "__main__" is the cells'
 PID = os.getpid()
 HERE = __file__ if "__file__" in globals() else "<bridge>"
 MAX_TEXT = 1 << 20  # characters of one text/plain
@@ -70,6 +73,8 @@ class Output(io.TextIOWrapper):
         self.flushed = time.monotonic()
         super().flush()
 
+    close = flush  # a later cell will want to print
+
 
 class Flusher:
     """Empties the buffers FLUSH_S after they were first left with something in them."""
@@ -93,10 +98,8 @@ class Flusher:
 
 def flush():
     for f in (stdout, stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # the cell closed it
             f.flush()
-        except (OSError, ValueError):
-            pass  # the cell closed it
 
 
 flusher = Flusher()
@@ -168,7 +171,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def held(self):
-        return self if threading.get_ident() == self.main else _nothing
+        return self if threading.get_ident() == self.main else contextlib.nullcontext()
 
     def __enter__(self):
         self.depth += 1
@@ -181,15 +184,6 @@ class Interrupts:
                 raise KeyboardInterrupt
 
 
-class _Nothing:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *exc):
-        pass
-
-
-_nothing = _Nothing()
 interrupts = Interrupts()
 channel = Channel()
 current = {"id": 0, "count": 0}
@@ -197,17 +191,11 @@ current = {"id": 0, "count": 0}
 
 # Values.
 
-_METHODS = (
-    ("_repr_html_", "text/html"),
-    ("_repr_markdown_", "text/markdown"),
-    ("_repr_svg_", "image/svg+xml"),
-    ("_repr_png_", "image/png"),
-    ("_repr_jpeg_", "image/jpeg"),
-    ("_repr_pdf_", "application/pdf"),
-    ("_repr_latex_", "text/latex"),
-    ("_repr_json_", "application/json"),
-    ("_repr_javascript_", "application/javascript"),
-)
+_METHODS = {
+    "_repr_html_": "text/html", "_repr_markdown_": "text/markdown", "_repr_latex_": "text/latex",
+    "_repr_svg_": "image/svg+xml", "_repr_png_": "image/png", "_repr_jpeg_": "image/jpeg",
+    "_repr_pdf_": "application/pdf", "_repr_json_": "application/json", "_repr_javascript_": "application/javascript",
+}
 
 
 def method(obj, name):
@@ -271,10 +259,8 @@ def pretty(obj, width=79):
         else:
             values = o
             if kind in (set, frozenset):
-                try:
+                with contextlib.suppress(Exception):
                     values = sorted(o)
-                except Exception:
-                    pass
             items = [walk(v, inner) for v in islice(values, most)]
         if len(o) > most:
             items.append("...")
@@ -294,47 +280,48 @@ def text_of(obj):
         s = sys.modules["IPython.lib.pretty"].pretty(obj)
     else:
         s = pretty(obj)
-    if len(s) > MAX_TEXT:
-        s = s[:MAX_TEXT] + f"\n… {len(s) - MAX_TEXT} more characters"
-    return s
+    return s if len(s) <= MAX_TEXT else s[:MAX_TEXT] + f"\n… {len(s) - MAX_TEXT} more characters"
 
 
 def bundle(obj, include=None, exclude=None):
-    """An object's representations by media type."""
+    """An object's representations by media type: none when it has shown itself."""
     data = {}
-    m = method(obj, "_repr_mimebundle_")
+    m = method(obj, "_ipython_display_")
     if m is not None:
-        got = encode(m(include=include, exclude=exclude))
-        if isinstance(got, dict):
-            data.update((str(k), encode(v)) for k, v in got.items())
-    for name, mime in _METHODS:
-        if mime in data:
-            continue
+        m()
+        return data
+
+    def ask(name, **kw):
         m = method(obj, name)
-        if m is not None:
-            try:
-                v = encode(m())
-            except Exception as e:
-                print(describe(e)[2], file=stderr)  # and the value is shown without it
-                continue
-            if v is not None:
-                data[mime] = v
+        try:
+            return m and encode(m(**kw))
+        except Exception as e:
+            print(describe(e)[2], file=stderr)  # and the value is shown without it
+            return None
+
+    got = ask("_repr_mimebundle_", include=include, exclude=exclude)
+    if isinstance(got, dict):
+        data.update((str(k), encode(v)) for k, v in got.items())
+    for name, mime in _METHODS.items():
+        v = None if mime in data else ask(name)
+        if v is not None:
+            data[mime] = v
     if "matplotlib.figure" in sys.modules and isinstance(obj, sys.modules["matplotlib.figure"].Figure):
-        data["image/png"] = encode(figures.png(obj))
-        figures.shown(obj)
-    if not data and "plotly" in sys.modules and method(obj, "to_plotly_json"):
-        data["application/vnd.plotly.v1+json"] = json.loads(obj.to_json())
+        data["image/png"] = figures.png(obj)
+        figures.close(obj)
+    if "plotly.basedatatypes" in sys.modules and isinstance(obj, sys.modules["plotly.basedatatypes"].BaseFigure):
+        data.setdefault("application/vnd.plotly.v1+json", json.loads(obj.to_json()))
     if "text/plain" not in data:
         data["text/plain"] = text_of(obj)
     if include:
         data = {k: v for k, v in data.items() if k in include}
-    if exclude:
-        data = {k: v for k, v in data.items() if k not in exclude}
-    return data
+    return {k: v for k, v in data.items() if k not in (exclude or ())}
 
 
 def publish(data, main=False):
     clean = {}
+    if not data:
+        return
     for mime, v in data.items():
         if mime.endswith("json"):
             try:
@@ -377,23 +364,22 @@ class Figures:
     def png(self, fig):
         buf = io.BytesIO()
         fig.savefig(buf, format="png", bbox_inches="tight")
-        return buf.getvalue()
+        return encode(buf.getvalue())
 
-    def open(self):
+    def managers(self):
         helpers = sys.modules.get("matplotlib._pylab_helpers")
-        return [m.canvas.figure for m in helpers.Gcf.get_all_fig_managers()] if helpers else []
+        return helpers.Gcf.get_all_fig_managers() if helpers else []
 
-    def shown(self, fig):
-        helpers = sys.modules.get("matplotlib._pylab_helpers")
-        if helpers:
-            helpers.Gcf.destroy_fig(fig)
+    def close(self, fig):
+        if any(m.canvas.figure is fig for m in self.managers()):
+            sys.modules["matplotlib._pylab_helpers"].Gcf.destroy_fig(fig)
 
-    def show(self, *_args, **_kw):
-        for fig in self.open():
+    def show(self):
+        for fig in [m.canvas.figure for m in self.managers()]:
             try:
-                publish({"text/plain": repr(fig), "image/png": encode(self.png(fig))})
+                publish({"text/plain": repr(fig), "image/png": self.png(fig)})
             finally:
-                self.shown(fig)
+                self.close(fig)
 
 
 figures = Figures()
@@ -405,33 +391,52 @@ figures = Figures()
 def _pyplot(m):
     if not os.environ.get("MPLBACKEND"):
         m.switch_backend("agg")
-    m.show = figures.show
+    m.show = lambda *_args, **_kw: figures.show()
 
 
 def _display_functions(m):
-    m.display, m.update_display, m.DisplayHandle = display, display, Handle
+    m.display, m.DisplayHandle = display, Handle
+    m.update_display = lambda obj, *, display_id, **kw: display(obj, **kw)
     m.publish_display_data = lambda data, *a, **kw: publish(dict(data))
     m.clear_output = lambda wait=False: None
 
 
-HOOKS = {"matplotlib.pyplot": _pyplot, "IPython.core.display_functions": _display_functions}
+def _plotly(m):
+    m.BaseFigure.show = lambda self, *_args, **_kw: display(self)
+    m.BaseFigure._ipython_display_ = None  # it wants a browser
+
+
+def _inspect(m):
+    getfile = m.getfile
+
+    def of_cell(obj):
+        """A class that a cell defined has the cell for a file."""
+        if isinstance(obj, type) and obj.__module__ == "__main__":
+            head = re.compile(rf"^\s*class\s+{re.escape(obj.__name__)}\b", re.M)
+            for name in reversed(state["sources"]):
+                if head.search("".join(linecache.getlines(name))):
+                    return name
+        return getfile(obj)
+
+    m.getfile = of_cell
+
+
+HOOKS = {
+    "matplotlib.pyplot": _pyplot,
+    "IPython.core.display_functions": _display_functions,
+    "plotly.basedatatypes": _plotly,
+    "getpass": lambda m: setattr(m, "getpass", _input),
+    "inspect": _inspect,
+}
 
 
 class Finder:
     """Runs HOOKS after the module's own code."""
 
-    busy = False
-
     def find_spec(self, name, path=None, target=None):
-        if name not in HOOKS or self.busy:
+        if name not in HOOKS:
             return None
-        import importlib.util
-
-        self.busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.busy = False
+        spec = next(filter(None, (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)), None)
         if spec is None or spec.loader is None:
             return spec
         loader, exec_module = spec.loader, spec.loader.exec_module
@@ -452,36 +457,22 @@ class Finder:
 main = types.ModuleType("__main__")
 main.__dict__.update(__builtins__=builtins, display=display)
 space = main.__dict__
-_FUTURE = 0
-for _name in __import__("__future__").all_feature_names:
-    _FUTURE |= getattr(__import__("__future__"), _name).compiler_flag
+_FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 state = {"flags": 0, "loop": None, "shell": None, "sources": []}
 
 NO_STDIN = "a cell has no stdin: put the value into the code, or use a terminal"
 
 
-def _input(prompt="", /):
-    stdout.write(str(prompt))
-    stdout.flush()
+def _input(prompt="", *_args, **_kw):
+    print(prompt, end="", file=stdout, flush=True)
     raise EOFError(NO_STDIN)
 
 
-class NoStdin(io.TextIOBase):
-    """sys.stdin: at its end, with an error for who insists on a line."""
+class NoStdin(io.TextIOWrapper):
+    """sys.stdin: /dev/null, and it stays when exit() closes it."""
 
-    encoding, errors, name = "utf-8", "strict", "<stdin>"
-
-    def readable(self):
-        return True
-
-    def read(self, _n=-1):
-        return ""
-
-    def readline(self, _n=-1):
-        return ""
-
-    def fileno(self):
-        return 0
+    def close(self):
+        pass
 
 
 _MAGIC = re.compile(r"^\s*%(matplotlib|config|load_ext|autoreload)\b.*$", re.M)
@@ -491,17 +482,15 @@ _LOOKS = re.compile(r"^\s*(?:[\w., ]+=\s*)?[%!?]|\?\s*$", re.M)
 class Magics:
     """The magics there are without IPython."""
 
-    def system(self, line):
+    def system(self, line, **kw):
         import subprocess
 
-        p = subprocess.run(["bash", "-c", line], stdin=subprocess.DEVNULL)
+        p = subprocess.run(["bash", "-c", line], stdin=subprocess.DEVNULL, **kw)
         space["_exit_code"] = p.returncode
+        return p.stdout
 
     def getoutput(self, line):
-        import subprocess
-
-        p = subprocess.run(["bash", "-c", line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace")
-        return p.stdout.splitlines()
+        return self.system(line, stdout=-1, text=True, errors="replace").splitlines()
 
     def magic(self, name, rest):
         if name in ("pip", "python", "python3"):
@@ -511,13 +500,12 @@ class Magics:
             print(os.getcwd())
         elif name == "pwd":
             return os.getcwd()
+        elif name == "env" and "=" in rest:
+            k, v = (x.strip() for x in rest.split("=", 1))
+            os.environ[k] = v
+            print(f"env: {k}={v}")
         elif name == "env":
-            if "=" in rest:
-                k, v = rest.split("=", 1)
-                os.environ[k.strip()] = v.strip()
-                print(f"env: {k.strip()}={v.strip()}")
-            else:
-                return os.environ.get(rest) if rest else dict(os.environ)
+            return os.environ.get(rest) if rest else dict(os.environ)
         elif name == "time":
             begun, cpu = time.perf_counter(), time.process_time()
             try:
@@ -550,7 +538,7 @@ class Magics:
 
 def shell():
     """IPython's shell over this kernel's names, or None where there is no IPython."""
-    if state["shell"] is None:
+    if state["shell"] is None or isinstance(state["shell"], Magics):
         try:
             from IPython.core.history import HistoryManager
             from IPython.core.interactiveshell import InteractiveShell
@@ -560,8 +548,7 @@ def shell():
         HistoryManager.enabled = False
         keep = sys.displayhook, sys.excepthook, builtins.display
         names = set(space)
-        InteractiveShell.colors.default_value = "NoColor"
-        s = InteractiveShell.instance(user_module=main, user_ns=space)
+        s = InteractiveShell.instance(user_module=main, user_ns=space, colors="nocolor")
         sys.displayhook, sys.excepthook, builtins.display = keep
         for name in set(space) - names:
             if not name.startswith("_"):
@@ -581,17 +568,25 @@ def _get_ipython():
 
 def parse(code, filename):
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | state["flags"]
-    if _MAGIC.search(code):
-        code = _MAGIC.sub("pass", code)
 
     def tree(code):
         return compile(code, filename, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
 
+    code = code.removeprefix("\ufeff")
     try:
         return tree(code), code
-    except SyntaxError:
+    except SyntaxError as e:
+        if isinstance(e, IndentationError):
+            import textwrap
+
+            less = textwrap.dedent(code)
+            if less != code:
+                return parse(less, filename)
         if not _LOOKS.search(code):
             raise
+        less = _MAGIC.sub("pass", code)
+        if less != code:
+            return parse(less, filename)
         s = shell()
         other = s.transform(code) if isinstance(s, Magics) else s.transform_cell(code)
         if other.strip() == code.strip():
@@ -606,12 +601,22 @@ def remember(filename, code):
         linecache.cache.pop(state["sources"].pop(0), None)
 
 
-def evaluate(tree, filename, mode):
+COROUTINE = 0x80  # in co_flags: code with an await of its own
+
+
+def prepare(tree, filename, mode):
     code = compile(tree, filename, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | state["flags"], dont_inherit=True)
     state["flags"] |= code.co_flags & _FUTURE
-    value = eval(code, space)
-    if code.co_flags & 0x80:  # CO_COROUTINE: it has an await of its own
-        value = awaited(value)
+    return code
+
+
+async def within(codes):
+    """Runs all of a cell in the loop: what has no await itself may still make tasks for what has."""
+    value = None
+    for code in codes:
+        value = eval(code, space)
+        if code.co_flags & COROUTINE:
+            value = await value
     return value
 
 
@@ -628,10 +633,13 @@ def awaited(coro):
     except BaseException:
         if not task.done():
             task.cancel()
-            try:
+            with contextlib.suppress(BaseException):
                 loop.run_until_complete(asyncio.wait([task], timeout=1))
-            except BaseException:
-                pass
+            if task.cancelled():
+                try:
+                    task.result()
+                except asyncio.CancelledError as e:
+                    raise KeyboardInterrupt().with_traceback(e.__traceback__) from None  # says where it waited
         raise
 
 
@@ -644,12 +652,15 @@ def execute(code):
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not shown.rstrip().endswith(";"):
         last = tree.body.pop()
-    if tree.body:
-        evaluate(tree, filename, "exec")
-    if last is None:
-        return
-    value = evaluate(ast.Expression(last.value), filename, "eval")
-    if value is not None:
+    codes = [prepare(tree, filename, "exec")]
+    if last is not None:
+        codes.append(prepare(ast.Expression(last.value), filename, "eval"))
+    if any(code.co_flags & COROUTINE for code in codes):
+        value = awaited(within(codes))
+    else:
+        for code in codes:
+            value = eval(code, space)
+    if last is not None and value is not None:
         space["___"], space["__"], space["_"] = space.get("__"), space.get("_"), value
         publish(bundle(value), main=True)
 
@@ -680,8 +691,7 @@ def describe(e):
         text = f"{type(e).__name__}: {value}\n(no traceback: {type(other).__name__})\n"
     if len(text) > MAX_TRACEBACK:
         text = text[: MAX_TRACEBACK // 2] + "\n…\n" + text[-MAX_TRACEBACK // 2 :]
-    name = type(e).__name__
-    return name, value[:MAX_TRACEBACK], text.rstrip("\n")
+    return type(e).__name__, value[:MAX_TRACEBACK], text.rstrip("\n")
 
 
 def fail(e):
@@ -702,10 +712,17 @@ def child(e):
     os._exit(status & 0xFF)
 
 
+def heal(kept=dict(vars(builtins)), now=vars(builtins), callable=callable):
+    """Brings back what a cell deleted from builtins or replaced by what cannot be called: all here needs it."""
+    for name, value in kept.items():
+        if name not in now or callable(value) and not callable(now[name]):
+            now[name] = value
+
+
 def run(message):
     current["id"] = message["id"]
     current["count"] += 1
-    caught = None
+    caught, told = None, False
     interrupts.pending = False
     interrupts.running = True
     try:
@@ -713,36 +730,37 @@ def run(message):
             try:
                 execute(message["code"])
             except BaseException as e:
+                heal()
                 caught = e
                 if os.getpid() == PID:
                     flush()
                     fail(e)
+                    told = True
             if os.getpid() != PID:
                 child(caught)
+            heal()
             figures.show()
         finally:
             interrupts.running = False
     except BaseException as e:  # an interrupt while an error was told, a figure that fails
         if os.getpid() != PID:
             child(e)
-        if caught is None:
-            fail(e)
+        if not told:
+            fail(caught or e)
     flush()
     if "ctypes" in sys.modules:
-        try:
+        with contextlib.suppress(Exception):
             sys.modules["ctypes"].CDLL(None).fflush(None)  # C code's own buffers
-        except Exception:
-            pass
+    if signal.getsignal(signal.SIGINT) != interrupts.handle:
+        signal.signal(signal.SIGINT, interrupts.handle)  # a cell's own handler is for that cell
     channel.send({"type": "done", "id": message["id"], "count": current["count"]})
 
 
 def identity(message):
     current["count"] = 0  # what ran before was nobody's
     for k, v in message.get("env", {}).items():
-        try:
+        with contextlib.suppress(ValueError):
             os.environ[k] = v
-        except ValueError:
-            pass
     seed = bytes.fromhex(message.get("seed", ""))
     if seed and "random" in sys.modules:
         sys.modules["random"].seed(seed + os.urandom(32))
@@ -753,7 +771,7 @@ def identity(message):
 
 def serve():
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = stdout, stderr
-    sys.stdin = sys.__stdin__ = NoStdin()
+    sys.stdin = sys.__stdin__ = NoStdin(io.BufferedReader(io.FileIO(0, closefd=False), 512), encoding="utf-8")
     sys.modules["__main__"] = main
     sys.argv = [""]
     sys.path.insert(0, "")
@@ -772,6 +790,9 @@ def serve():
             run(message)
         elif message["op"] == "identity":
             identity(message)
+    import atexit
+
+    atexit._run_exitfuncs()
     flush()
     os._exit(0)
 
