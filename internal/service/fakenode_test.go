@@ -280,6 +280,15 @@ func (n *fakeNode) agent(m *fakeMachine) http.Handler {
 		frame(w, wire.FrameStdout, []byte("hi\n"))
 		frame(w, wire.FrameExit, []byte(`{"exit_code":0,"duration_us":1}`))
 	})
+	mux.HandleFunc("GET "+wire.PathTerminals+"/{id}/stream", func(w http.ResponseWriter, r *http.Request) {
+		frame(w, wire.FrameStarted, []byte(`{"pid":7}`))
+		for r.Context().Err() == nil {
+			frame(w, wire.FrameStdout, []byte("tick\n"))
+			w.(http.Flusher).Flush()
+			_ = sleep(r.Context(), 5*time.Second)
+		}
+	})
+	mux.HandleFunc("POST "+wire.PathTerminals+"/{id}/input", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
 	return mux
 }
 
