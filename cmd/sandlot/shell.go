@@ -31,6 +31,10 @@ const detachKey = 0x1d
 
 const maxShellMessage = 1 << 20 // bytes of a message from the server
 
+// asBefore undoes what a full-screen program that goes on elsewhere has done to the user's terminal: the other screen, its
+// keys, mouse and paste reports, a hidden cursor, colours.
+const asBefore = "\x1b[?1049l\x1b[?1l\x1b>\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1004l\x1b[?1006l\x1b[?2004l\x1b[?25h\x1b[0m"
+
 type openTerminalBody struct {
 	Cols int    `json:"cols,omitempty"`
 	Rows int    `json:"rows,omitempty"`
@@ -44,11 +48,12 @@ type terminalMessage struct {
 	Type     string          `json:"type"`
 	Cols     int             `json:"cols,omitempty"`
 	Rows     int             `json:"rows,omitempty"`
+	Bytes    int64           `json:"bytes,omitempty"`
 	ExitCode *int            `json:"exit_code,omitempty"`
 	Error    json.RawMessage `json:"error,omitempty"`
 }
 
-// Run ends with the status of the shell's, or with 0 when it is left by Ctrl-].
+// Run ends with the status of the shell's, or with 0 when it is left by Ctrl-]. The user's terminal is afterwards as it was.
 func (x *shellCmd) Run(ctx context.Context, s *streams, r *sandboxCmd) error {
 	c, err := r.client()
 	if err != nil {
@@ -83,7 +88,7 @@ func (x *shellCmd) Run(ctx context.Context, s *streams, r *sandboxCmd) error {
 		}
 		sid = out.SessionID
 	}
-	ctx, cancel := context.WithCancel(ctx)
+	ctx, cancel := signal.NotifyContext(ctx, syscall.SIGHUP, syscall.SIGQUIT)
 	defer cancel()
 	conn, err := c.dialTerminal(ctx, x.ID, sid)
 	if err != nil {
@@ -100,7 +105,11 @@ func (x *shellCmd) Run(ctx context.Context, s *streams, r *sandboxCmd) error {
 	}
 	left := make(chan struct{})
 	go typing(ctx, conn, s.in, local != nil, left)
-	code, err := showing(ctx, conn, s.out, left)
+	code, err := showing(ctx, conn, s, left)
+	ended := err == nil && code >= 0 && ctx.Err() == nil
+	if local != nil && !ended {
+		_, _ = io.WriteString(s.out, asBefore)
+	}
 	switch {
 	case err != nil:
 		return err
@@ -190,8 +199,8 @@ func typing(ctx context.Context, conn *websocket.Conn, in io.Reader, raw bool, l
 	}
 }
 
-// showing copies what the terminal shows, and returns its exit code: -1 when it was left.
-func showing(ctx context.Context, conn *websocket.Conn, out io.Writer, left <-chan struct{}) (int, error) {
+// showing copies what the terminal shows, and returns its exit code: -1 when it was left, 130 when ctx ended.
+func showing(ctx context.Context, conn *websocket.Conn, s *streams, left <-chan struct{}) (int, error) {
 	for {
 		kind, b, err := conn.Read(ctx)
 		if err != nil {
@@ -206,7 +215,7 @@ func showing(ctx context.Context, conn *websocket.Conn, out io.Writer, left <-ch
 			return 0, fmt.Errorf("the connection to the terminal was lost; it goes on in the sandbox: %w", err)
 		}
 		if kind == websocket.MessageBinary {
-			if _, err := out.Write(b); err != nil {
+			if _, err := s.out.Write(b); err != nil {
 				return 0, err
 			}
 			continue
@@ -218,12 +227,17 @@ func showing(ctx context.Context, conn *websocket.Conn, out io.Writer, left <-ch
 		switch {
 		case m.Type == "exit" && m.ExitCode != nil:
 			return *m.ExitCode, nil
+		case m.Type == "skipped":
+			fmt.Fprintf(s.err, "\r\n[%d bytes were too fast for this connection]\r\n", m.Bytes)
 		case m.Type == "error":
-			if e := parseEnvelope(b); e != nil && e.Code != "timeout" {
-				return 0, e
-			} else if e == nil {
+			e := parseEnvelope(b)
+			switch {
+			case e == nil:
 				return 0, errors.New("the server reported an error that cannot be read")
+			case e.Code != "timeout":
+				return 0, e
 			}
+			fmt.Fprintf(s.err, "\r\n[%s]\r\n", e.Message)
 		}
 	}
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/coder/websocket"
 	"github.com/creack/pty"
+	"golang.org/x/sys/unix"
 
 	"sandlot/internal/testenv"
 	"sandlot/test/live"
@@ -140,6 +141,7 @@ func TestTerminal(t *testing.T) {
 	for _, c := range []struct{ types, shows string }{
 		{"tty; stty size; id -un; pwd; echo $TERM $FROM_CREATE\r", `/dev/pts/\d+\r\n33 101\r\nuser\r\n/workspace\r\nxterm-256color yes\r\n`},
 		{"printf 'żółć \\U1F600\\n'\r", `żółć 😀\r\n`},
+		{"echo =ż\u00f3\x7f+=\r", `\r=ż\+=\r\n`}, // one key erases one character
 		{"trap 'stty size' WINCH\r", `ready> `},
 		{"sh -c 'echo go; exec sleep 100'\r", `[\r\n]go\r\n`}, // then the terminal is no more as the line editor has it
 		{"\x03", `(\^C|\x03)\r\n.*ready> `},                   // gVisor's terminal echoes the byte itself
@@ -183,6 +185,8 @@ curses.wrapper(main)
 	v := watch(t, b, openTerminal(t, b, map[string]any{"cmd": []string{"python3", "screen.py"}, "cols": 70, "rows": 21}))
 	v.until(`\x1b\[\?1049h`)
 	v.until(`\x1b\[20;4H.*size=70x21`)
+	v.say(map[string]any{"type": "resize", "cols": 90, "rows": 31})
+	v.until(`\x1b\[30;4H.*size=90x31`)
 	v.send("q")
 	v.until(`\x1b\[\?1049l`)
 	if code := v.ended(); code != 0 {
@@ -190,15 +194,13 @@ curses.wrapper(main)
 	}
 }
 
-// A terminal outlives its viewers; each new one gets the last of what was shown, no more than 256 KiB; two see the same;
-// one that does not read keeps nobody waiting.
+// A terminal outlives its viewers; each new one gets the last of what was shown, no more than 256 KiB; two see the same.
 func TestTerminalViewers(t *testing.T) {
 	t.Parallel()
 	b := live.New(t, nil)
 	s := openTerminal(t, b, map[string]any{"cmd": "stty -echo; echo first; read x; seq 200000; echo last; read x; echo got $x; read x"})
 	one := watch(t, b, s)
 	one.until(`first\r\n`)
-	stuck := watch(t, b, s) // never reads
 	_ = one.c.CloseNow()
 	again := watch(t, b, s)
 	again.until(`^first\r\n`)
@@ -216,7 +218,6 @@ func TestTerminalViewers(t *testing.T) {
 	for _, v := range []*viewer{again, two, late} {
 		v.until(`got ok`)
 	}
-	_ = stuck
 	var list struct{ Terminals []session }
 	if err := b.Call(t.Context(), http.MethodGet, "/"+b.ID+"/terminal", nil, &list); err != nil || len(list.Terminals) != 1 || !list.Terminals[0].Running {
 		t.Errorf("terminals: %+v, %v", list, err)
@@ -344,8 +345,8 @@ func TestShellCommand(t *testing.T) {
 	b := live.New(t, nil)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute) // its end ends what is waited for
 	t.Cleanup(cancel)
-	start := func(args ...string) (*exec.Cmd, func(string) string, func(string)) {
-		cmd := exec.CommandContext(ctx, testenv.Bin(t, "sandlot"), append([]string{"sandbox", "shell"}, args...)...)
+	start := func(args ...string) (cmd *exec.Cmd, until func(string) string, send func(string), cooked func() bool) {
+		cmd = exec.CommandContext(ctx, testenv.Bin(t, "sandlot"), append([]string{"sandbox", "shell"}, args...)...)
 		cmd.Env = append(cmd.Environ(), "SANDLOT_URL="+b.URL, "SANDLOT_TOKEN="+b.Token, "SANDLOT_PROJECT=default", "TERM=xterm")
 		f, err := pty.StartWithSize(cmd, &pty.Winsize{Rows: 30, Cols: 99})
 		if err != nil {
@@ -353,7 +354,7 @@ func TestShellCommand(t *testing.T) {
 		}
 		t.Cleanup(func() { _ = f.Close() })
 		var seen bytes.Buffer
-		until := func(pattern string) string {
+		until = func(pattern string) string {
 			t.Helper()
 			re := regexp.MustCompile(pattern)
 			buf := make([]byte, 4096)
@@ -368,7 +369,7 @@ func TestShellCommand(t *testing.T) {
 				}
 			}
 		}
-		send := func(s string) {
+		send = func(s string) {
 			if strings.HasPrefix(s, "size ") {
 				_ = pty.Setsize(f, &pty.Winsize{Rows: 22, Cols: 66})
 				_ = cmd.Process.Signal(syscall.SIGWINCH)
@@ -376,9 +377,16 @@ func TestShellCommand(t *testing.T) {
 			}
 			_, _ = f.WriteString(s)
 		}
-		return cmd, until, send
+		cooked = func() bool {
+			tio, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return tio.Lflag&(unix.ICANON|unix.ECHO|unix.ISIG) == unix.ICANON|unix.ECHO|unix.ISIG
+		}
+		return cmd, until, send, cooked
 	}
-	cmd, until, send := start(b.ID)
+	cmd, until, send, cooked := start(b.ID)
 	send("PS1='ready> '; stty size; echo $TERM\r")
 	until(`30 99\r\nxterm\r\n`)
 	until(`ready> `)
@@ -387,17 +395,42 @@ func TestShellCommand(t *testing.T) {
 		send("stty size\r")
 		return strings.Contains(until(`\d+ \d+\r\n`), "22 66")
 	})
+	if cooked() {
+		t.Error("the user's terminal is not raw")
+	}
 	send("\x1d")
+	until(`\x1b\[\?1049l`) // a full-screen program may be what goes on
 	left := until(`--attach (trm\w+)`)
-	if err := cmd.Wait(); err != nil {
-		t.Error("leaving:", err)
+	if err := cmd.Wait(); err != nil || !cooked() {
+		t.Errorf("leaving: %v, as before: %v", err, cooked())
 	}
 	sid := left[strings.LastIndex(left, " ")+1:]
-	cmd, until, send = start("--attach", sid, b.ID)
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGHUP} {
+		cmd, until, _, cooked = start("--attach", sid, b.ID)
+		until(`ready> `)
+		_ = cmd.Process.Signal(sig)
+		_ = cmd.Wait()
+		if code := cmd.ProcessState.ExitCode(); code != 130 || !cooked() {
+			t.Errorf("%s: status %d, as before: %v", sig, code, cooked())
+		}
+	}
+	cmd, until, send, cooked = start("--attach", sid, b.ID)
 	until(`ready> `)
 	send("exit 7\r")
 	_ = cmd.Wait()
-	if code := cmd.ProcessState.ExitCode(); code != 7 {
-		t.Errorf("the shell's status is %d, want 7", code)
+	if code := cmd.ProcessState.ExitCode(); code != 7 || !cooked() {
+		t.Errorf("the shell's status is %d, want 7; as before: %v", code, cooked())
+	}
+	cmd, until, _, _ = start(b.ID, "--", "sh", "-c", "echo $1; exit 9", "-", "two words")
+	until(`two words\r\n`)
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 9 {
+		t.Errorf("a command's status is %d, want 9", code)
+	}
+	cmd, until, _, cooked = start("--attach", "trmnone", b.ID)
+	until(`not_found`)
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 1 || !cooked() {
+		t.Errorf("no such terminal: status %d", code)
 	}
 }
