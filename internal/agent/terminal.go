@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unicode/utf8"
@@ -27,7 +28,6 @@ const (
 	// viewerPatience is how long a terminal's program waits for a viewer that is behind and does not move.
 	viewerPatience = 250 * time.Millisecond
 	hangUpPatience = 500 * time.Millisecond // between a closed terminal's SIGHUP and SIGKILL
-	inputPatience  = 5 * time.Second        // for a program that does not read
 )
 
 // terminal is a pseudo-terminal, the session that runs in it, and the last of what it showed.
@@ -37,6 +37,7 @@ type terminal struct {
 	master  *os.File
 	in      *stdin // writes to master, in turns
 	changed *sync.Cond
+	unread  atomic.Bool // its program did not read the last input
 
 	mu      sync.Mutex
 	size    wire.WindowSize
@@ -425,20 +426,6 @@ func (t *terminal) resize(w wire.WindowSize) error {
 	t.size = w
 	t.mu.Unlock()
 	return nil
-}
-
-// write types b.
-func (t *terminal) write(ctx context.Context, b []byte) error {
-	ctx, cancel := context.WithTimeout(ctx, inputPatience)
-	defer cancel()
-	n, err := t.in.write(ctx, b)
-	switch {
-	case err == nil:
-		return nil
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return sandlot.Errorf(sandlot.CodeTimeout, "the terminal's program does not read; %d of %d bytes were typed", n, len(b)).With("written", n)
-	}
-	return sandlot.Wrap(err, sandlot.CodeConflict, "the terminal has ended")
 }
 
 // close hangs up, and kills what does not go.

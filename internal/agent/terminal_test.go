@@ -286,6 +286,23 @@ func TestTerminalUnreadInput(t *testing.T) {
 	wantCode(t, b.TerminalInput(t.Context(), b.openTerminal(t, "sleep", "1000"), bytes.Repeat(flood, 40)), sandlot.CodeTooLarge)
 }
 
+// Who typed too much at a program that does not read can still interrupt it, and what it did not read is no command then.
+func TestTerminalInterruptsUnread(t *testing.T) {
+	b := start(t)
+	id := b.openTerminal(t, "bash", "-c", "stty -icanon -echo; trap 'while read -t 0.2 -n 100 x; do echo \"read $x\"; done; exit 5' INT; echo up; while :; do sleep 0.05; done")
+	s := b.watchTerminal(t, id)
+	s.until("up")
+	var err error
+	for err == nil {
+		err = b.TerminalInput(t.Context(), id, bytes.Repeat([]byte("x"), 64<<10))
+	}
+	wantCode(t, err, sandlot.CodeTimeout)
+	b.typeIn(t, id, "yy\x03")
+	if exit := s.end(); exit.ExitCode != 5 || bytes.Contains(s.seen, []byte("read")) {
+		t.Errorf("%+v after %.200q", exit, s.seen)
+	}
+}
+
 func TestTerminalLimitsAndMistakes(t *testing.T) {
 	b := start(t)
 	var ids []string

@@ -322,6 +322,13 @@ func TestTerminalLimits(t *testing.T) {
 	if got := b.Out(t, "echo well"); got != "well" {
 		t.Errorf("then a command says %q", got)
 	}
+	// An interrupt gets through all the same.
+	v := watch(t, b, s)
+	v.send("\x03")
+	if code := v.ended(); code != 130 {
+		t.Errorf("interrupted: exit %d", code)
+	}
+	openTerminal(t, b, map[string]any{"cmd": []string{"sleep", "1000"}}) // in its place
 	for i := 1; ; i++ {
 		err = b.Call(t.Context(), http.MethodPost, "/"+b.ID+"/terminal", map[string]any{"cmd": []string{"sleep", "1000"}}, nil)
 		if err == nil && i < 40 {
