@@ -141,6 +141,21 @@ func TestTerminalLastWords(t *testing.T) {
 			t.Fatalf("%+v after %d bytes, which end with %.40q", exit, len(s.seen), s.seen[max(0, len(s.seen)-40):])
 		}
 	}
+	id := b.openTerminal(t, "bash", "-c", "stty -echo; (trap '' HUP; exec sleep 1000) & sleep 0.1; echo up; read x; echo one; sleep 0.2; echo the end")
+	s := b.watchTerminal(t, id)
+	s.until("up\r\n")
+	tm, err := b.a.terminals.get(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tm.mu.Lock() // as while a viewer is waited for
+	b.typeIn(t, id, "\r")
+	<-tm.p.done
+	time.Sleep(2 * drainAfterExit)
+	tm.mu.Unlock()
+	if s.end(); !bytes.HasSuffix(s.seen, []byte("one\r\nthe end\r\n")) {
+		t.Errorf("held up, it showed %q", s.seen)
+	}
 }
 
 // A viewer that does not read neither stops the program nor the others; what it missed is told, once, and what it gets then
