@@ -284,7 +284,9 @@ async function makeEvaluator() {
     new Promise((resolve, reject) => {
       const js = parenthesized(rewrite(plain(code, language)));
       thrown = reject;
-      process.off("SIGINT", onSigint); // a handler here takes the signal from the one that stops an endless loop
+      // A handler here takes the signal from the one that stops an endless loop. In the instant between the two there is
+      // none, and a signal ends the kernel; one in the instant before an await is lost. The agent deals with either.
+      process.off("SIGINT", onSigint);
       r.eval(js + "\n", r.context, `cell ${cell.count}`, (err, value) => {
         if (err) reject(err?.err ?? err); // err.err: what a REPL would wait for more lines for
         else resolve({ value });
@@ -333,6 +335,8 @@ process.exit = (code) => {
 const read = (buf) => new Promise((resolve, reject) => fs.read(CONTROL, buf, 0, buf.length, null, (e, n) => (e ? reject(e) : resolve(n))));
 
 async function serve() {
+  // What is printed is written when a cell is done or ends the process.
+  if (!inBun) for (const stream of [process.stdout, process.stderr]) stream._handle?.setBlocking?.(true);
   if (!inBun) evaluate = await makeEvaluator();
   send({ type: "ready" });
   const buf = Buffer.alloc(1 << 16);

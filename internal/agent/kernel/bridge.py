@@ -34,8 +34,8 @@ KEPT_SOURCES = 1000  # cells whose source tracebacks can still show
 
 
 # Output. A program may print a line a microsecond, and a write is expensive in a user-space kernel: what follows
-# another write within FLUSH_S waits in a buffer for a thread that empties it then. Whatever could let somebody
-# else write to the same pipe (fork, exec, a subprocess) empties it first.
+# another within FLUSH_S, or does not end a line, waits in a buffer for a thread that empties it then. Whatever could
+# let somebody else write to the same pipe (fork, exec, a subprocess) empties it first.
 
 
 def _escape(e):
@@ -60,8 +60,7 @@ class Output(io.TextIOWrapper):
 
     def write(self, s):
         n = super().write(s)
-        now = time.monotonic()
-        if now - self.flushed > FLUSH_S:
+        if s.endswith("\n") and time.monotonic() - self.flushed > FLUSH_S:
             self.flush()
         elif not self.waiting:
             self.waiting = True
@@ -84,8 +83,12 @@ class Flusher:
 
     def wake(self):
         if self.thread is None:
-            self.thread = threading.Thread(target=self.loop, name="sandlot-output", daemon=True)
-            self.thread.start()
+            try:
+                thread = threading.Thread(target=self.loop, name="sandlot-output", daemon=True)
+                thread.start()
+            except Exception:  # there may be no more threads
+                return flush()
+            self.thread = thread
         self.event.set()
 
     def loop(self):
@@ -217,7 +220,6 @@ def encode(value):
         value = value[0]  # with metadata, which nobody asks for
     if isinstance(value, (bytes, bytearray, memoryview)):
         import base64
-
         return base64.b64encode(value).decode("ascii")
     return value
 
@@ -240,7 +242,6 @@ def pretty(obj, width=79):
     if type(obj) not in _CONTAINERS:
         return plain(obj)
     from itertools import islice
-
     most, above = 1000, set()
 
     def walk(o, indent):
@@ -484,7 +485,6 @@ class Magics:
 
     def system(self, line, **kw):
         import subprocess
-
         p = subprocess.run(["bash", "-c", line], stdin=subprocess.DEVNULL, **kw)
         space["_exit_code"] = p.returncode
         return p.stdout
@@ -554,7 +554,7 @@ def shell():
             if not name.startswith("_"):
                 space.pop(name)  # In, Out, exit and others that a plain kernel has not
         space["get_ipython"] = s.get_ipython
-        s.system = s.system_raw
+        s.system = lambda line: Magics().system(s.var_expand(line, depth=1))  # IPython's own keeps an interrupt to itself
         s.history_manager.enabled = False
         s.register_magic_function(lambda line: None, "line", "matplotlib")
         state["shell"] = s
@@ -578,7 +578,6 @@ def parse(code, filename):
     except SyntaxError as e:
         if isinstance(e, IndentationError):
             import textwrap
-
             less = textwrap.dedent(code)
             if less != code:
                 return parse(less, filename)
@@ -622,7 +621,6 @@ async def within(codes):
 
 def awaited(coro):
     import asyncio
-
     loop = state["loop"]
     if loop is None or loop.is_closed():
         loop = state["loop"] = asyncio.new_event_loop()
@@ -668,7 +666,6 @@ def execute(code):
 def describe(e):
     """name, value and traceback of an exception, without this program's own frames."""
     import traceback
-
     if isinstance(e, SystemExit):
         return "SystemExit", "" if e.code is None else str(e.code), ""
     tb = first = e.__traceback__
@@ -695,7 +692,10 @@ def describe(e):
 
 
 def fail(e):
-    name, value, traceback = describe(e)
+    try:
+        name, value, traceback = describe(e)
+    except Exception:
+        name, value, traceback = "Exception", "an error that cannot be described", ""
     e.__traceback__ = None  # lets go of the frames
     channel.send({"type": "error", "id": current["id"], "name": name, "value": value, "traceback": traceback})
 
@@ -746,7 +746,8 @@ def run(message):
         if os.getpid() != PID:
             child(e)
         if not told:
-            fail(caught or e)
+            e.__context__ = None  # what could not be told is not tried again
+            fail(e)
     flush()
     if "ctypes" in sys.modules:
         with contextlib.suppress(Exception):
@@ -791,7 +792,6 @@ def serve():
         elif message["op"] == "identity":
             identity(message)
     import atexit
-
     atexit._run_exitfuncs()
     flush()
     os._exit(0)

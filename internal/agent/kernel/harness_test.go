@@ -284,3 +284,14 @@ func (n native) Run(t *testing.T, context, language, code string) runcode.Answer
 	p.t = t
 	return p.run(language, code)
 }
+
+// hangUp closes the channel and waits until the kernel has ended.
+func (p *process) hangUp() {
+	p.t.Helper()
+	if err := unix.Shutdown(p.sock, unix.SHUT_WR); err != nil {
+		p.t.Fatal(err)
+	}
+	if m := p.next(); m != nil {
+		p.t.Fatalf("the kernel still says %+v", m)
+	}
+}
