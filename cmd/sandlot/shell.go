@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/coder/websocket"
 	"golang.org/x/term"
@@ -173,9 +174,11 @@ func resizes(ctx context.Context, conn *websocket.Conn, f *os.File) {
 	}
 }
 
-// typing sends what is typed, until the detach key or the input's end. An input that is no terminal ends with Ctrl-D.
+// typing sends what is typed, until the detach key or the input's end. An input that is no terminal ends with Ctrl-D, on a
+// line of its own, for each program that still reads.
 func typing(ctx context.Context, conn *websocket.Conn, in io.Reader, raw bool, left chan<- struct{}) {
 	buf := make([]byte, 32<<10)
+	end := []byte{4}
 	for {
 		n, err := in.Read(buf)
 		b := buf[:n]
@@ -187,15 +190,23 @@ func typing(ctx context.Context, conn *websocket.Conn, in io.Reader, raw bool, l
 				return
 			}
 		}
-		if len(b) > 0 && conn.Write(ctx, websocket.MessageBinary, b) != nil {
-			return
-		}
-		if err != nil {
-			if !raw {
-				_ = conn.Write(ctx, websocket.MessageBinary, []byte{4})
+		if len(b) > 0 {
+			if conn.Write(ctx, websocket.MessageBinary, b) != nil {
+				return
 			}
-			return
+			end = []byte{4}
+			if b[len(b)-1] != '\n' {
+				end = []byte{'\n', 4}
+			}
 		}
+		if err == nil {
+			continue
+		}
+		for !raw && conn.Write(ctx, websocket.MessageBinary, end) == nil {
+			end = []byte{4}
+			time.Sleep(time.Second)
+		}
+		return
 	}
 }
 

@@ -434,6 +434,13 @@ func TestShellCommand(t *testing.T) {
 	if code := cmd.ProcessState.ExitCode(); code != 9 {
 		t.Errorf("a command's status is %d, want 9", code)
 	}
+	// Without a terminal here, what comes on stdin is typed; at its end all that still reads is told.
+	piped := exec.CommandContext(ctx, testenv.Bin(t, "sandlot"), "sandbox", "shell", b.ID)
+	piped.Env = cmd.Env
+	piped.Stdin = strings.NewReader("echo pi$((1+1))ped\ncat")
+	if out, err := piped.CombinedOutput(); err != nil || !strings.Contains(string(out), "pi2ped\r\n") {
+		t.Errorf("from a pipe: %v: %q", err, out)
+	}
 	cmd, until, _, cooked = start("--attach", "trmnone", b.ID)
 	until(`not_found`)
 	_ = cmd.Wait()
