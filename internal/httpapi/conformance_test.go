@@ -117,6 +117,9 @@ func (p *player) value(b []byte, indent bool) string {
 		if id, ok := m["id"].(string); ok && strings.HasPrefix(id, "sbx") {
 			p.vars["{id}"] = id
 		}
+		if sid, ok := m["session_id"].(string); ok {
+			p.vars["{sid}"] = sid
+		}
 		if pid, ok := m["pid"].(json.Number); ok {
 			p.vars["{pid}"] = pid.String()
 		}
@@ -169,6 +172,8 @@ func (p *player) scrub(key string, v any) any {
 			return "{secret}"
 		case "next_cursor":
 			return "{cursor}"
+		case "session_id":
+			return "{sid}"
 		case "user", "group":
 			return "{" + key + "}" // the memory engine's processes are the test's own
 		}
@@ -180,6 +185,9 @@ func (p *player) scrub(key string, v any) any {
 		}
 		if id := p.vars["{id}"]; id != "" {
 			v = strings.ReplaceAll(v, id, "{id}")
+		}
+		if sid := p.vars["{sid}"]; sid != "" {
+			v = strings.ReplaceAll(v, sid, "{sid}")
 		}
 		if pid := p.vars["{pid}"]; pid != "" && key == "log_path" {
 			v = regexp.MustCompile(`[^/]+$`).ReplaceAllString(v, "{log}")
