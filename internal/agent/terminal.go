@@ -193,7 +193,15 @@ func (a *Agent) openPTY(u *user, size wire.WindowSize) (master *os.File, slave i
 	if a.switchUser {
 		_ = os.Chown(path, int(u.uid), -1) // programs that open it by its name, tmux for one
 	}
-	if err := setWindow(fd, size); err != nil {
+	err = setWindow(fd, size)
+	if err == nil {
+		var tio *unix.Termios
+		if tio, err = unix.IoctlGetTermios(slave, unix.TCGETS); err == nil {
+			tio.Iflag |= unix.IUTF8 // a key that erases does so with a character, not a byte
+			err = unix.IoctlSetTermios(slave, unix.TCSETS, tio)
+		}
+	}
+	if err != nil {
 		_ = syscall.Close(slave)
 		return fail(err)
 	}

@@ -131,6 +131,18 @@ func TestTerminalShell(t *testing.T) {
 	wantCode(t, b.ResizeTerminal(t.Context(), id, wire.WindowSize{Cols: 1, Rows: 1}), sandlot.CodeConflict)
 }
 
+// A line that no editor reads is edited by the terminal, by characters.
+func TestTerminalErasesCharacters(t *testing.T) {
+	b := start(t)
+	id := b.openTerminal(t, "bash", "-c", "stty -echo; echo up; read x; echo \"=$x=\"")
+	s := b.watchTerminal(t, id)
+	s.until("up\r\n")
+	b.typeIn(t, id, "żó\x7f+😀\x7f\r")
+	if s.end(); !bytes.HasSuffix(s.seen, []byte("=ż+=\r\n")) {
+		t.Errorf("%q", s.seen)
+	}
+}
+
 // All that a program said before it ended is shown, also to a viewer that held the terminal up meanwhile.
 func TestTerminalLastWords(t *testing.T) {
 	b := start(t)

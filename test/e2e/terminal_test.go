@@ -146,6 +146,7 @@ func TestTerminal(t *testing.T) {
 		{"sh -c 'echo go; exec sleep 100'\r", `[\r\n]go\r\n`}, // then the terminal is no more as the line editor has it
 		{"\x03", `(\^C|\x03)\r\n.*ready> `},                   // gVisor's terminal echoes the byte itself
 		{"sh -c 'echo go; exec cat -v'\r", `[\r\n]go\r\n`},
+		{"=ż\u00f3\x7f+\x7f\x7f\u00f3\r", `\n=M-CM-3\r\n`}, // without readline too
 		{"\x1b[200~pa\xc5\xbcste\x1b[201~\r", `\^\[\[200~paM-EM-<ste\^\[\[201~\r\n`},
 		{"\x04", `ready> `},
 		{"sleep 7 & jobs\r", `Running\s+sleep 7`},
