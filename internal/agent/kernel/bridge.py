@@ -71,7 +71,6 @@ class Output(io.TextIOWrapper):
         self.waiting = False
         self.flushed = time.monotonic()
         super().flush()
-
     close = flush  # a later cell will want to print
 
 
@@ -154,13 +153,15 @@ class Channel:
                 b, self.kept = self.kept + b, b""
                 if keep and len(b) < 65536:
                     self.kept = b
-                else:
+                    return
+                try:
                     self.sock.sendall(b)
+                except OSError:  # nobody listens any more
+                    os._exit(1)
 
 
 class Interrupts:
     """SIGINT raises KeyboardInterrupt in a cell and does nothing between cells or in the middle of a message."""
-
     def __init__(self):
         self.running, self.depth, self.pending = False, 0, False
         self.main = threading.get_ident()
@@ -791,8 +792,7 @@ def serve():
             run(message)
         elif message["op"] == "identity":
             identity(message)
-    import atexit
-    atexit._run_exitfuncs()
+    __import__("atexit")._run_exitfuncs()
     flush()
     os._exit(0)
 

@@ -131,19 +131,18 @@ func TestJavaScriptInterrupt(t *testing.T) {
 	t.Parallel()
 	p := start(t, "javascript")
 	p.run("javascript", "const kept = 5")
+	// Where the interrupt cuts off a stream's own code the stream is lost: so the first writes without one.
 	for _, code := range []string{
-		"process.stdout.write('go'); while (true);",
+		"require('fs').writeSync(1, 'go'); while (true);",
 		"setTimeout(() => process.stdout.write('go'), 1); await new Promise(() => {})",
-		"const forever = async () => { for (;;) { await new Promise((r) => setTimeout(r, 10)); process.stdout.write('go') } }; await forever()",
-		"require('child_process').execSync('printf go >&1; sleep 1000', { stdio: 'inherit' })",
+		"let turns = 0; const forever = async () => { for (;;) { await new Promise((r) => setTimeout(r, 10)); if (!turns++) process.stdout.write('go') } }; await forever()",
 	} {
 		p.begin("javascript", code)
 		p.interrupt("go")
 		a := p.end()
-		if a.Error == nil || a.Error.Name != "Interrupted" && !strings.Contains(code, "execSync") {
+		if a.Error == nil || a.Error.Name != "Interrupted" {
 			t.Errorf("%q: %+v, error %+v", code, a, a.Error)
 		}
-		p.interrupt("") // between cells it does nothing
 		if a := p.run("javascript", "kept"); text(a) != "5" {
 			t.Fatalf("after %q: %+v, error %+v", code, a, a.Error)
 		}
